@@ -48,7 +48,9 @@ def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> 
     Args:
         hopper: Whether the library has the kernels of ``HOPPER_SOURCE``.
     """
-    kernels = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library", "runtime"}
+    cuda = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library", "runtime", "varlen_attention"}
+    others = {path.stem for path in (ROOT / "csrc/bindings").glob("*.cpp")} - {"limits", "launcher"}
+    stems = {"cpu": others | {"limits"}, "cuda": others & cuda, "triton": others | {"launcher"}}[library]
     contract = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["CONTRACT"]
     flags = (
         f"{CXX_FLAGS} {optimize} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
@@ -58,7 +60,7 @@ def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> 
     return [
         (f"bindings.{source.stem}.o", source, flags)
         for source in sorted((ROOT / "csrc/bindings").glob("*.cpp"))
-        if library == "cpu" or source.stem.removeprefix("varlen_") in kernels
+        if source.stem in stems
     ]
 
 
@@ -267,12 +269,36 @@ def build_cpu(directory: Path) -> tuple[Path, dict[str, object]]:
         f" -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu"
     )
     library = run_ninja(directory, objects, "_cpu.so", link)
-    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True).stdout.splitlines()
     return library, {
-        "compiler": version[0] if version else shlex.join(compiler()),
+        "compiler": compiler_version(),
         "instruction_sets": list(sets),
         "torch_headers": torch_version(torch),
     }
+
+
+def compiler_version() -> str:
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True).stdout.splitlines()
+    return version[0] if version else shlex.join(compiler())
+
+
+def build_triton(directory: Path) -> tuple[Path, dict[str, object]]:
+    """Compile the library that starts Triton's kernels. It needs no CUDA: it finds the driver at run time.
+
+    Return the file and facts about the build.
+    """
+    instruction_sets()  # raises on machines that the library does not support
+    torch = torch_for_building()
+    objects = bindings("triton", torch, OPTIMIZE)
+    flags = f"{CXX_FLAGS} {OPTIMIZE}"
+    sources = sorted((ROOT / "csrc/launch").glob("*.cpp"))
+    objects += [(f"{source.stem}.o", source, flags) for source in sources]
+    hide_symbols(directory)
+    link = (
+        f"-shared -Wl,--version-script=exports.map -Wl,--no-undefined -Wl,--as-needed"
+        f" -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu -ldl"
+    )
+    library = run_ninja(directory, objects, "_triton.so", link)
+    return library, {"compiler": compiler_version(), "torch_headers": torch_version(torch)}
 
 
 def torch_version(torch: Path) -> str:
@@ -406,7 +432,7 @@ def build_cuda(directory: Path) -> tuple[Path, dict[str, object]]:
     return library, {"compiler": f"nvcc {version}", "architectures": names, "torch_headers": torch_version(torch)}
 
 
-LIBRARIES = {"cpu": build_cpu, "cuda": build_cuda}
+LIBRARIES = {"cpu": build_cpu, "cuda": build_cuda, "triton": build_triton}
 
 
 def build(package: Path, directory: Path = ROOT / "build/native") -> list[Path]:

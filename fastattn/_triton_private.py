@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["CompiledKernel", "compile_kernel", "identity", "is_interpreted", "start"]
+__all__ = [
+    "CompiledKernel",
+    "Unknown",
+    "compile_kernel",
+    "identity",
+    "is_hooked",
+    "is_interpreted",
+    "launch_parts",
+    "parameter_types",
+    "start",
+]
+
+_LARGEST_SHARED = 228 << 10  # bytes; Triton asks for more by an attribute of the launch
 
 
 def is_interpreted(function: Any) -> bool:
@@ -34,7 +47,43 @@ def start(compiled: CompiledKernel, function: Any, grid: tuple[int, ...], args: 
     compiled[(*grid, 1, 1)[:3]](*args, *(None,) * len(function.constexprs))
 
 
-class _Pointer(MockTensor):
+def is_hooked() -> bool:
+    """Return whether a hook observes launches, as profilers do. Only Triton's own launcher calls hooks."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def launch_parts(compiled: CompiledKernel) -> tuple[int, int, int] | None:
+    """Load a compiled kernel on the current device, and return its CUfunction, threads and bytes of shared memory.
+
+    None if a launch needs more than that: clusters, attributes, or memory that Triton allocates.
+    """
+    compiled._init_handles()
+    metadata = compiled.metadata
+    special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    is_special = any(getattr(metadata, name, 0) for name in (*special, "instrumentation_mode"))
+    if is_special or metadata.num_ctas != 1 or metadata.shared > _LARGEST_SHARED:
+        return None
+    return compiled.function, 32 * metadata.num_warps, metadata.shared
+
+
+def parameter_types(compiled: CompiledKernel) -> list[str]:
+    """Return Triton's types of the parameters of a compiled kernel, such as ``"*bf16"`` and ``"i32"``, in order.
+
+    Two pointers to scratch memory follow them.
+    """
+    return list(_flat(tuple(compiled.src.signature.values())))
+
+
+def _flat(types: tuple[Any, ...]) -> Any:
+    for kind in types:
+        if isinstance(kind, tuple):
+            yield from _flat(kind)
+        elif kind != "constexpr":
+            yield kind
+
+
+class Unknown(MockTensor):
     """A tensor at an unknown address, for compilation."""
 
     @staticmethod
@@ -56,4 +105,4 @@ def _unknown(argument: Any) -> Any:
         return 3 if -(2**31) <= argument < 2**31 else 2**32 + 3
     if argument is None or kind is float or kind is TensorDescriptor:
         return argument
-    return _Pointer(argument.dtype)
+    return Unknown(argument.dtype)

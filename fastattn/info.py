@@ -59,6 +59,8 @@ def _library(name: str) -> str:
     built = f"built by {record['compiler']} with the headers of torch {record['torch_headers']}" if record else "loaded"
     if name == "cuda":
         return f"{built} for compute capability {', '.join(record.get('architectures', ['unknown']))}"
+    if name == "triton":
+        return f"{built}; starts Triton's kernels"
     library = native.library(name)
     missing = [isa for isa in library.machine_isas().split(",") if isa not in library.compiled_isas().split(",")]
     left_out = f"; not compiled: {', '.join(missing)} (FASTATTN_CPU_BUILD=all adds them)" if missing else ""

@@ -161,7 +161,7 @@ def includes(path: Path) -> set[Path]:
 
 SOURCES = {
     path: includes(path)
-    for folder in ("common", "cpu", "cuda", "bindings")
+    for folder in ("common", "cpu", "cuda", "launch", "bindings")
     for path in sorted((ROOT / "csrc" / folder).rglob("*"))
     if path.suffix in {".h", ".cpp", ".cu"}
 }
@@ -209,11 +209,12 @@ def test_stems():
 
     def stems(folder, pattern):
         names = {path.stem.removesuffix("_backward") for path in (ROOT / folder).glob(pattern)}
-        return names - {"__init__", "dispatch", "limits"}
+        return names - {"__init__", "dispatch", "limits", "launcher"}
 
     assert stems("fastattn/ops", "*.py") >= STEMS
     assert stems("fastattn/backends/reference", "*.py") == STEMS
     assert stems("csrc/cpu", "*.cpp") == STEMS
+    assert stems("csrc/launch", "*.cpp") == STEMS
     assert stems("csrc/bindings", "*.cpp") == STEMS | {"varlen_attention", "library", "runtime"}
 
 

@@ -78,7 +78,7 @@ def test_the_run_time_is_no_newer_than_that_of_torchs_wheels(library):
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-@pytest.mark.parametrize("library", ["cpu", "cuda"])
+@pytest.mark.parametrize("library", ["cpu", "cuda", "triton"])
 def test_bindings_compile_with_this_torchs_headers(library):
     for _, source, flags in native_build.bindings(library, native_build.torch_for_building(), "-fsyntax-only"):
         run(*native_build.compiler(), *shlex.split(flags), source)
@@ -530,7 +530,7 @@ def test_wheel_of_a_build(checkout, tmp_path):
     assert re.fullmatch(r"fastattn-[^-]+-py3-none-linux_(x86_64|aarch64)\.whl", wheel.name)
     assert wheel.stat().st_size < 16e6  # 9 MB of them are the corpus and the model
     with zipfile.ZipFile(wheel) as archive:
-        assert "fastattn/_cpu.so" in archive.namelist()
+        assert {"fastattn/_cpu.so", "fastattn/_triton.so"} <= set(archive.namelist())
         assert json.loads(archive.read("fastattn/_build.json"))["cpu"]["instruction_sets"]
 
 

@@ -6,7 +6,9 @@ tests that follow CUDA tensors from the public functions to the launch. Their op
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -88,6 +90,14 @@ class Driver:
             self.started.append(start)
 
         return launch
+
+
+def build_driver(folder: str) -> str:
+    """Compile fake_driver.cpp, a driver for csrc/launch, and return its file in the folder."""
+    path = f"{folder}/fake_driver.so"
+    source = Path(__file__).parent / "fake_driver.cpp"
+    subprocess.run(["g++", "-O2", "-shared", "-fPIC", source, "-o", path], check=True)
+    return path
 
 
 def _address(tensor: FakeTensor) -> int:

@@ -32,23 +32,27 @@ attention_fast(const Tensor& query, const Tensor& key, const Tensor& value, cons
                bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t window_left,
                int64_t window_right) {
   int64_t threshold;
-  if (!are_plain(query, key, value, 4, enable_gqa) || !is_plain_dropout(dropout_p, seed, &threshold)) return {};
+  const Device device = device_of(query);
+  if (!are_plain(query, key, value, 4, enable_gqa) || !is_plain_dropout(dropout_p, seed, device, &threshold)) return {};
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), keys = key.size(2);
   if (key.size(0) != batch || value.size(0) != batch || value.size(2) != keys) return {};
-  if (!is_plain_mask(attn_mask, {batch, heads, queries, keys})) return {};
-  if (key_lengths && !is_plain_integers(*key_lengths, batch)) return {};
+  if (!is_plain_mask(attn_mask, device, {batch, heads, queries, keys})) return {};
+  if (key_lengths && !is_plain_integers(*key_lengths, device, batch)) return {};
   const int64_t* lengths = data_of<int64_t>(key_lengths);
-  if (lengths && std::any_of(lengths, lengths + batch, [&](int64_t n) { return n < 0 || n > keys; })) return {};
+  if constexpr (Backend::kReadsOffsets)
+    if (lengths && std::any_of(lengths, lengths + batch, [&](int64_t n) { return n < 0 || n > keys; })) return {};
   double factor = scale.value_or(1 / sqrt((double)query.size(3)));
   if (!is_plain_scale(&factor) || !is_plain_window(&window_left, &window_right, queries, keys, is_causal)) return {};
 
   const Backend backend(query);
   const Tensor q = with_dense_columns(query), k = with_dense_columns(key), v = with_dense_columns(value);
   Attention a = {};
-  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);
-  set_operands(a, q, k, v, own_seed, factor, window_left, window_right, false, threshold);
+  set_operands(a, q, k, v, std::nullopt, factor, window_left, window_right, false, threshold);
   a.mask = mask_of(attn_mask);
   a.key_lengths = lengths;
+  if (!backend.serves(a, keep)) return {};
+  const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
+  set_dropout(a, own_seed, threshold);
   auto [out, stats, residual] = run_fast_attention(backend, a, empty_heads(query, a.value_head_dim, backend.device),
                                                    {2, batch, heads, queries}, keep);
   const bool keeps_residual = a.residual.data != nullptr;

@@ -100,7 +100,9 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> run_attention(const Backend& b
 inline bool are_plain(const Tensor& query, const Tensor& key, const Tensor& value, int64_t dims, bool enable_gqa) {
   constexpr int64_t kMaxHeadDim = 256;
   Dtype dtype, key_dtype, value_dtype;
-  if (!is_plain(query, &dtype) || !is_plain(key, &key_dtype) || !is_plain(value, &value_dtype)) return false;
+  const Device device = device_of(query);
+  if (!is_plain(query, device, &dtype) || !is_plain(key, device, &key_dtype) || !is_plain(value, device, &value_dtype))
+    return false;
   if (key_dtype != dtype || value_dtype != dtype) return false;
   if (query.dim() != dims || key.dim() != dims || value.dim() != dims) return false;
   const int64_t heads = query.size(1), kv_heads = key.size(1), head_dim = query.size(-1), value_dim = value.size(-1);

@@ -67,6 +67,12 @@ struct Backend {
 
   explicit Backend(const Tensor&) {}
 
+  // Whether a fast path's call of attention can be served, with what a backward pass reads if `keep`.
+  template <class Problem>
+  static constexpr bool serves(const Problem&, bool) {
+    return true;
+  }
+
   template <class Problem>
   void run(const Problem& problem) const {
     check_instruction_set();

@@ -34,6 +34,9 @@ struct Backend {
     stream = (cudaStream_t)current;
   }
 
+  // Whether a fast path's call of attention can be served, with what a backward pass reads if `keep`.
+  static bool serves(const Attention& a, bool keep) { return !keep && a.threshold == 0 && !a.key_lengths; }
+
   template <class Problem>
   void run(const Problem& problem) const {
     cuda::run(problem, stream);

@@ -112,9 +112,11 @@ std::tuple<Tensor, int64_t, std::optional<Tensor>> dropout_fast(const Tensor& in
                                                                 double dropout_p) {
   Dtype dtype;
   int64_t threshold;
-  if (!is_plain(input, &dtype) || !is_plain_dropout(dropout_p, seed, &threshold) || threshold == 0) return {};
+  const Device device = device_of(input);
+  if (!is_plain(input, device, &dtype) || !is_plain_dropout(dropout_p, seed, device, &threshold) || threshold == 0)
+    return {};
   input.sizes();  // raises for a nested tensor, before a seed is drawn
-  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);
+  const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
   return {dropout(input, *own_seed, threshold), threshold, own_seed};
 }
 

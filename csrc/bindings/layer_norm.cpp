@@ -101,9 +101,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, const std::op
 }
 
 // Whether weight or bias is plain: absent, or (columns).
-inline bool is_plain_parameter(const std::optional<Tensor>& tensor, int64_t columns) {
+inline bool is_plain_parameter(const std::optional<Tensor>& tensor, Device device, int64_t columns) {
   Dtype dtype;
-  return !tensor || (is_plain(*tensor, &dtype) && tensor->dim() == 1 && tensor->size(0) == columns);
+  return !tensor || (is_plain(*tensor, device, &dtype) && tensor->dim() == 1 && tensor->size(0) == columns);
 }
 
 // Run a whole public call, as attention_fast does. Return the results, then eps.
@@ -112,8 +112,9 @@ std::tuple<Tensor, Tensor, Tensor, double> layer_norm_fast(const Tensor& input, 
                                                            const std::optional<Tensor>& bias, int64_t columns,
                                                            double eps) {
   Dtype dtype;
-  if (!is_plain(input, &dtype) || input.dim() == 0 || input.size(-1) != columns) return {};
-  if (!is_plain_parameter(weight, columns) || !is_plain_parameter(bias, columns)) return {};
+  const Device device = device_of(input);
+  if (!is_plain(input, device, &dtype) || input.dim() == 0 || input.size(-1) != columns) return {};
+  if (!is_plain_parameter(weight, device, columns) || !is_plain_parameter(bias, device, columns)) return {};
   auto [out, mean, rstd] = layer_norm(input, weight, bias, eps);
   return {out, mean, rstd, eps};
 }
@@ -135,11 +136,12 @@ dropout_add_layer_norm_fast(const Tensor& input, const Tensor& residual, const s
                             double eps) {
   Dtype dtype, residual_dtype;
   int64_t threshold;
-  if (!is_plain(input, &dtype) || !is_plain(residual, &residual_dtype) || input.dim() == 0) return {};
-  if (!have_one_shape(input, residual) || !is_plain_dropout(dropout_p, seed, &threshold)) return {};
+  const Device device = device_of(input);
+  if (!is_plain(input, device, &dtype) || !is_plain(residual, device, &residual_dtype) || input.dim() == 0) return {};
+  if (!have_one_shape(input, residual) || !is_plain_dropout(dropout_p, seed, device, &threshold)) return {};
   const int64_t columns = input.size(-1);
-  if (!is_plain_parameter(weight, columns) || !is_plain_parameter(bias, columns)) return {};
-  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);
+  if (!is_plain_parameter(weight, device, columns) || !is_plain_parameter(bias, device, columns)) return {};
+  const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
   auto [out, sum, mean, rstd] =
       run_layer_norm(input, &residual, weight, bias, own_seed, threshold, eps, keep, std::nullopt);
   return {out, sum, mean, rstd, threshold, eps, keep, std::nullopt, own_seed};

@@ -51,11 +51,13 @@ std::tuple<Tensor, Tensor, double, int64_t, int64_t, bool, int64_t, std::optiona
     const std::optional<Tensor>& seed, double dropout_p, bool is_causal, double scale) {
   Dtype dtype;
   int64_t threshold;
-  if (!is_plain(input, &dtype) || input.dim() != 4 || !is_plain_dropout(dropout_p, seed, &threshold)) return {};
+  const Device device = device_of(input);
+  if (!is_plain(input, device, &dtype) || input.dim() != 4 || !is_plain_dropout(dropout_p, seed, device, &threshold))
+    return {};
   const Sizes sizes = input.sizes();
-  if (!is_plain_mask(attn_mask, {sizes[0], sizes[1], sizes[2], sizes[3]}) || !is_plain_scale(&scale)) return {};
+  if (!is_plain_mask(attn_mask, device, {sizes[0], sizes[1], sizes[2], sizes[3]}) || !is_plain_scale(&scale)) return {};
   const int64_t left = sizes[2], right = is_causal ? 0 : sizes[3];
-  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);
+  const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
   auto [out, stats] = softmax_dropout(input, attn_mask, std::nullopt, own_seed, scale, left, right, false, threshold);
   return {out, stats, scale, left, right, false, threshold, own_seed};
 }

@@ -168,61 +168,64 @@ inline bool have_one_shape(const Tensor& a, const Tensor& b) {
   return std::equal(sizes.begin(), sizes.end(), others.begin(), others.end());
 }
 
-// The checks of the fast paths (fastattn/ops/register.py). They accept strided CPU tensors.
+// The checks of the fast paths (fastattn/ops/register.py), which chose the library by the device of the first operand.
 
-inline bool is_strided_on_cpu(const Tensor& tensor) {
-  int32_t device, layout;
+// Whether the tensor is strided, on this device.
+inline bool is_strided_on(const Tensor& tensor, Device device) {
+  int32_t layout;
   if (!tensor.defined()) return false;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  return device == aoti_torch_device_type_cpu() && layout == aoti_torch_layout_strided();
+  if (layout != aoti_torch_layout_strided()) return false;
+  const Device own = device_of(tensor);
+  return own.type == device.type && (own.index == device.index || own.type == aoti_torch_device_type_cpu());
 }
 
 // Whether the kernels have the tensor's dtype, a floating-point one.
-inline bool is_plain(const Tensor& tensor, Dtype* dtype) {
-  return is_strided_on_cpu(tensor) && is_dtype(tensor, dtype) && *dtype != Dtype::boolean;
+inline bool is_plain(const Tensor& tensor, Device device, Dtype* dtype) {
+  return is_strided_on(tensor, device) && is_dtype(tensor, dtype) && *dtype != Dtype::boolean;
 }
 
 // Whether it holds `count` contiguous int64, as seeds, lengths and offsets do.
-inline bool is_plain_integers(const Tensor& tensor, int64_t count) {
+inline bool is_plain_integers(const Tensor& tensor, Device device, int64_t count) {
   int32_t number;
-  if (!is_strided_on_cpu(tensor) || tensor.dim() != 1 || tensor.size(0) != count || !tensor.is_contiguous())
+  if (!is_strided_on(tensor, device) || tensor.dim() != 1 || tensor.size(0) != count || !tensor.is_contiguous())
     return false;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
   return number == aoti_torch_dtype_int64();
 }
 
 // Whether a mask is bool or floating-point, and each of its four sizes is 1 or the one given.
-inline bool is_plain_mask(const std::optional<Tensor>& mask, std::initializer_list<int64_t> sizes) {
+inline bool is_plain_mask(const std::optional<Tensor>& mask, Device device, std::initializer_list<int64_t> sizes) {
   Dtype dtype;
   if (!mask) return true;
-  if (!is_strided_on_cpu(*mask) || !is_dtype(*mask, &dtype) || mask->dim() != 4) return false;
+  if (!is_strided_on(*mask, device) || !is_dtype(*mask, &dtype) || mask->dim() != 4) return false;
   for (int d = 0; d < 4; ++d)
     if (mask->size(d) != 1 && mask->size(d) != sizes.begin()[d]) return false;
   return true;
 }
 
 // Whether dropout's arguments are plain; sets the threshold, below which elements are dropped.
-inline bool is_plain_dropout(double dropout_p, const std::optional<Tensor>& seed, int64_t* threshold) {
-  if (!(dropout_p >= 0 && dropout_p <= 1) || (seed && !is_plain_integers(*seed, 2))) return false;
+inline bool is_plain_dropout(double dropout_p, const std::optional<Tensor>& seed, Device device, int64_t* threshold) {
+  if (!(dropout_p >= 0 && dropout_p <= 1) || (seed && !is_plain_integers(*seed, device, 2))) return false;
   *threshold = (int64_t)(dropout_p * 65536 + 0.5);
   return true;
 }
 
-// Return the seed of a plain call that drops elements: the caller's, or one drawn from torch's default generator. With
-// `keep` it is a copy, because the caller may change the seed before the backward pass.
-inline std::optional<Tensor> seed_of(const std::optional<Tensor>& seed, int64_t threshold, bool keep) {
+// Return the seed of a plain call that drops elements: the caller's, or one drawn from the default generator of the
+// device. With `keep` it is a copy, because the caller may change the seed before the backward pass.
+inline std::optional<Tensor> seed_of(const std::optional<Tensor>& seed, Device device, int64_t threshold, bool keep) {
   if (threshold == 0) return std::nullopt;
   if (seed && !keep) return seed;
   const int64_t size = 2, stride = 1;
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &handle));
-  const Tensor own(handle);
-  if (seed) {
+      aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(), device.type, device.index, &handle));
+  Tensor own(handle);
+  if (seed && device.type == aoti_torch_device_type_cpu()) {
     memcpy(own.mutable_data_ptr(), seed->const_data_ptr(), 2 * sizeof(int64_t));
     return own;
   }
+  if (seed) return torch::stable::copy_(own, *seed);
   using torch::stable::detail::from;
   StableIValue stack[] = {from(own), from(INT64_MIN), from(std::optional<int64_t>(INT64_MAX)), from(std::nullopt)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::random_", "from", stack, TORCH_ABI_VERSION));

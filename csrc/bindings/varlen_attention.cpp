@@ -20,10 +20,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention(
 }
 
 // Whether `used` names no more keys than each sequence has.
-inline bool are_plain_lengths(const std::optional<Tensor>& used, const Tensor& offsets) {
+inline bool are_plain_lengths(const std::optional<Tensor>& used, const Tensor& offsets, Device device) {
   if (!used) return true;
   const int64_t count = offsets.size(0) - 1;
-  if (!is_plain_integers(*used, count)) return false;
+  if (!is_plain_integers(*used, device, count)) return false;
+  if constexpr (!Backend::kReadsOffsets) return true;
   const int64_t *n = used->const_data_ptr<int64_t>(), *at = offsets.const_data_ptr<int64_t>();
   for (int64_t s = 0; s < count; ++s)
     if (n[s] < 0 || n[s] > at[s + 1] - at[s]) return false;
@@ -40,11 +41,13 @@ varlen_attention_fast(const Tensor& query, const Tensor& key, const Tensor& valu
                       int64_t max_q, int64_t max_k, double dropout_p, bool is_causal, std::optional<double> scale,
                       bool enable_gqa, int64_t window_left, int64_t window_right) {
   int64_t threshold;
-  if (!are_plain(query, key, value, 3, enable_gqa) || !is_plain_dropout(dropout_p, seed, &threshold)) return {};
+  const Device device = device_of(query);
+  if (!are_plain(query, key, value, 3, enable_gqa) || !is_plain_dropout(dropout_p, seed, device, &threshold)) return {};
   if (key.size(0) != value.size(0) || cu_seq_q.dim() != 1 || cu_seq_q.size(0) < 1) return {};
-  if (!is_plain_integers(cu_seq_q, cu_seq_q.size(0)) || !is_plain_integers(cu_seq_k, cu_seq_q.size(0))) return {};
+  const int64_t offsets = cu_seq_q.size(0);
+  if (!is_plain_integers(cu_seq_q, device, offsets) || !is_plain_integers(cu_seq_k, device, offsets)) return {};
   double factor = scale.value_or(1 / sqrt((double)query.size(2)));
-  if (max_q < 0 || max_k < 0 || !is_plain_scale(&factor) || !are_plain_lengths(seqused_k, cu_seq_k) ||
+  if (max_q < 0 || max_k < 0 || !is_plain_scale(&factor) || !are_plain_lengths(seqused_k, cu_seq_k, device) ||
       !is_plain_window(&window_left, &window_right, max_k, max_q, is_causal))
     return {};
 
@@ -53,7 +56,8 @@ varlen_attention_fast(const Tensor& query, const Tensor& key, const Tensor& valu
   Attention a = {};
   set_operands(a, q, k, v, std::nullopt, factor, window_left, window_right, true, threshold);
   set_packed(a, cu_seq_q, cu_seq_k, seqused_k, max_q, max_k);
-  const std::optional<Tensor> own_seed = seed_of(seed, threshold, keep);  // after the checks, which may raise
+  if (!backend.serves(a, keep)) return {};
+  const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);  // after the checks, which may raise
   set_dropout(a, own_seed, threshold);
   const int64_t tokens = query.size(0), heads = query.size(1);
   auto [out, stats, residual] = run_fast_attention(

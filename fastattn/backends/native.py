@@ -18,7 +18,7 @@ from fastattn._torch_private import bind
 from fastattn.backends.schema import CONTRACT, RECORDS, SCHEMAS, flatten
 
 PACKAGE = Path(__file__).resolve().parent.parent
-LIBRARIES = ("cpu", "cuda")
+LIBRARIES = ("cpu", "cuda", "triton")
 OLDEST_TORCH = (2, 10)
 
 
@@ -80,7 +80,7 @@ def _load(name: str) -> tuple[Any, str]:
 
 
 def library(name: str) -> Any:
-    """Return `torch.ops.fastattn_NAME`, the operations of library "cpu" or "cuda", or None if it is not loaded."""
+    """Return `torch.ops.fastattn_NAME`, the operations of a library of LIBRARIES, or None if it is not loaded."""
     return _load(name)[0]
 
 

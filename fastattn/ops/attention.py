@@ -311,7 +311,7 @@ def varlen_attn(
     if return_lse is False and not unsupported and type(window_size) is tuple and len(window_size) == 2:
         out = _plain_varlen(
             query, key, value, cu_seq_q, cu_seq_k, seqused_k, seed, max_q, max_k, dropout_p, is_causal, scale,
-            enable_gqa, *window_size,
+            enable_gqa, *(() if window_size is _UNBOUNDED else window_size),
         )  # fmt: skip
         if out is not None:
             return out

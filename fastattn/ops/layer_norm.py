@@ -32,8 +32,8 @@ __all__ = ["dropout_add_layer_norm", "layer_norm"]
 _SIZES = (int, numbers.Integral, torch.SymInt)
 
 
-_plain = fast_path("layer_norm")
-_plain_residual = fast_path("dropout_add_layer_norm")
+_plain = fast_path("layer_norm", widened=0)
+_plain_residual = fast_path("dropout_add_layer_norm", widened=1)
 
 
 @check.unscriptable

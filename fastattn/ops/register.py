@@ -313,7 +313,11 @@ _TYPES = {
 }
 
 
-def fast_path(name: str, *, is_cast: bool = False) -> Callable[..., Any]:
+# By operation: the library functions for CPU tensors, which tests replace, and those of any backend.
+FAST_PATHS: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {}
+
+
+def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -> Callable[..., Any]:
     """Return a function for plain calls: one call of compiled code, with autograd's node if a gradient is needed.
 
     It takes the record's tensors and the settings of the operation's ``NAME_fast`` in the schema; the last ones may be
@@ -322,17 +326,36 @@ def fast_path(name: str, *, is_cast: bool = False) -> Callable[..., Any]:
 
     Args:
         name: name of the operation.
-        is_cast: whether autocast casts the operands on the CPU.
+        is_cast: whether autocast casts the operands to 16 bits.
+        widened: the argument that autocast casts to float32 on CUDA.
     """
-    compiled = TABLE["cpu"].FUNCTIONS.get(f"{name}_fast")
-    if compiled is None:
-        return lambda *values: None
-    compiled_defaults = TABLE["cpu"].FUNCTIONS.get(f"{name}_fast_defaults", compiled)
     labels, kinds, defaults = _fast_arguments(name)
     tensors, required = TENSORS[RECORDS[name]], len(labels) - len(defaults)
     mask = labels.index("attn_mask") if "attn_mask" in labels else None
     accepted: dict[tuple[type, ...], tuple[Any, ...]] = {}  # defaults of the arguments given, or (), by types
-    differentiated = functools.cache(functools.partial(_plain_apply, name, labels))
+
+    @functools.cache
+    def road(backend: str) -> tuple[Callable[..., Any], ...] | None:
+        """Return a library's functions: without a gradient, with defaults only, and the maker of autograd's."""
+        compiled = TABLE[backend].compiled().get(f"{name}_fast")
+        if compiled is None:
+            return None
+        with_defaults = TABLE[backend].compiled().get(f"{name}_fast_defaults", compiled)
+        return compiled, with_defaults, functools.cache(functools.partial(_plain_apply, name, labels, backend))
+
+    @functools.cache
+    def on_device(device: torch.device) -> list[tuple[Callable[..., bool], Any]]:
+        """Return the functions of each library for a GPU, with what says whether it serves a call."""
+        found = [(TABLE[backend].plain(name, device), road(backend)) for backend in ("cuda", "triton")]
+        return [(serves, functions) for serves, functions in found if serves is not None and functions is not None]
+
+    def on_gpu(values: tuple[Any, ...]) -> tuple[Callable[..., Any], ...] | None:
+        if widened is not None and is_autocast_enabled() and values[widened].dtype is not torch.float32:
+            return None
+        for serves, functions in on_device(values[0].device):
+            if serves(values):
+                return functions
+        return None
 
     def accept(types: tuple[type, ...]) -> tuple[Any, ...] | None:
         """Return what ``accepted`` holds for these types, or None if one is not the schema's. A bool is no integer.
@@ -351,6 +374,10 @@ def fast_path(name: str, *, is_cast: bool = False) -> Callable[..., Any]:
         usual = accepted.get(types)
         if usual is None and (usual := accept(types)) is None:
             return None
+        functions = roads["cpu"] if values[0].is_cpu else on_gpu(values)
+        if functions is None:
+            return None
+        compiled, with_defaults, differentiated = functions
         if is_cast and is_autocast_enabled() and autocast_dtype(values[0]) not in (None, values[0].dtype):
             return None
         if mask is not None and values[mask] is not None:
@@ -361,11 +388,13 @@ def fast_path(name: str, *, is_cast: bool = False) -> Callable[..., Any]:
                     return differentiated()(*values)
         try:
             if values[required:] == usual:  # each argument takes 0.1 us
-                return compiled_defaults(*values[:required])
+                return with_defaults(*values[:required])
             return compiled(*values)
         except RuntimeError:  # torch refuses the layout, or the bindings packed sequences
             return None
 
+    roads = {"cpu": road("cpu")}
+    FAST_PATHS[name] = roads, road
     return call
 
 
@@ -384,15 +413,16 @@ def _of_four_dimensions(mask: Tensor) -> Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _plain_apply(name: str, labels: Sequence[str]) -> Callable[..., Any]:
-    """Return the ``apply`` of a function of autograd whose inputs are the arguments of a fast path.
+def _plain_apply(name: str, labels: Sequence[str], backend: str) -> Callable[..., Any]:
+    """Return the ``apply`` of a function of autograd whose inputs are the arguments of a fast path on this backend.
 
     It returns the first result, or None for a call that is not plain.
     """
     function, record = OPS[name].function, RECORDS[name]
     tensors, results = TENSORS[record], len(RESULTS[name])
-    compiled = TABLE["cpu"].FUNCTIONS[f"{name}_fast_saving"]
-    differentiate = TABLE["cpu"].FUNCTIONS[function.derivative].operation
+    functions = TABLE[backend].compiled()
+    compiled, differentiate = functions[f"{name}_fast_saving"], functions[function.derivative].operation
+    is_hooked = TABLE[backend].hooks() if backend == "triton" else bool
     absent = (None,) * (function.count - 1)
     # The caller may change these before the backward pass, which reads copies.
     copied = {"attn_mask", "key_lengths", "cu_seq_q", "cu_seq_k", "seqused_k"}
@@ -421,7 +451,7 @@ def _plain_apply(name: str, labels: Sequence[str]) -> Callable[..., Any]:
             else:
                 given[seed] = found[-1]
                 args = record(*given[:tensors], *found[results:-1])
-            function.keep(ctx, "cpu", len(given), args, found[:results])
+            function.keep(ctx, backend, len(given), args, found[:results])
             return found[0]
 
         @staticmethod
@@ -432,9 +462,14 @@ def _plain_apply(name: str, labels: Sequence[str]) -> Callable[..., Any]:
                 or torch.is_grad_enabled()
                 or is_observed()
                 or is_batched_gradient(grad)
+                or is_hooked()
             ):
                 return function.backward(ctx, grad)
-            found = differentiate(grad, *absent, *ctx.saved_tensors, *ctx.settings)
+            saved = ctx.saved_tensors  # once: hooks may refuse to unpack them again
+            try:
+                found = differentiate(grad, *absent, *saved, *ctx.settings)
+            except RuntimeError:  # the usual backward pass has other kernels, and words the errors
+                found = OPS[function.derivative].on(backend, (grad, *absent, *saved, *ctx.settings))
             return function.selected(ctx, found)
 
     return bind_apply(_named(Plain, name))

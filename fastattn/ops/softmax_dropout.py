@@ -21,7 +21,7 @@ from fastattn.ops.sharding import Shards, is_sharded
 __all__ = ["softmax_dropout"]
 
 
-_plain = fast_path("softmax_dropout")
+_plain = fast_path("softmax_dropout", widened=0)
 
 
 @check.unscriptable

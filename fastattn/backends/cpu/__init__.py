@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from fastattn.backends import native
 from fastattn.backends.common import common_refusal
@@ -18,6 +20,11 @@ if not MISSING and native.missing_instruction_set():
         "FASTATTN_CPU_BUILD=all at the installation adds those of every processor",
         stacklevel=2,
     )
+
+
+def compiled() -> dict[str, Callable[..., Any]]:
+    """Return the library's operations by name."""
+    return FUNCTIONS
 
 
 def refusal(op: str, args: AnyArgs) -> str | None:

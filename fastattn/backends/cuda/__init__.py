@@ -3,14 +3,17 @@ forward pass for Hopper."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from fastattn._torch_private import is_observed, is_transformed
 from fastattn.backends import native
 from fastattn.backends.common import capability, common_refusal, device_of, first_tensor, is_recorded
-from fastattn.backends.schema import AnyArgs, AttentionArgs, DropoutMaskArgs, VarlenAttentionArgs
+from fastattn.backends.schema import TENSORS, AnyArgs, AttentionArgs, DropoutMaskArgs, VarlenAttentionArgs
 
 DEVICE = "cuda"
 MISSING = native.missing("cuda")
@@ -40,13 +43,42 @@ def is_bound_by_host(args: AnyArgs) -> bool:
     return first_tensor(args).nbytes < SMALL_ROWS
 
 
+def compiled() -> dict[str, Callable[..., Any]]:
+    """Return the library's operations by name."""
+    return FUNCTIONS
+
+
+def plain(op: str, device: torch.device) -> Callable[[Sequence[Any]], bool] | None:
+    """Return what says whether the fast path of ``op`` asks this library, from its arguments; None: never.
+
+    It asks for the calls for which ``choose`` takes this backend.
+    """
+    if device.type != DEVICE or op not in FUNCTIONS or not _has_code(device):
+        return None
+    return _is_decoding if op == "attention" else lambda values: values[0].nbytes < SMALL_ROWS
+
+
+def _is_decoding(values: Sequence[Any]) -> bool:
+    """Return whether this library serves plain attention with these arguments of the fast path."""
+    tensors = TENSORS[AttentionArgs]
+    query, key, value, *_ = values
+    is_small = query.dim() == 4 and query.size(2) <= MAX_QUERIES and key.nbytes + value.nbytes < SMALL_CACHE
+    drops = len(values) > tensors and values[tensors] > 0
+    return is_small and not drops and not is_recorded(*values[:tensors])
+
+
+@functools.cache
+def _has_code(device: torch.device) -> bool:
+    return any(first <= capability(device) <= last for first, last in CAPABILITIES)
+
+
 def refusal(op: str, args: AnyArgs) -> str | None:
     """Return why this backend does not serve ``op(args)``, or None."""
     reason = common_refusal(DEVICE, MISSING, args)
     if reason:
         return reason
     device = device_of(args)
-    if device.type == "cuda" and not any(first <= capability(device) <= last for first, last in CAPABILITIES):
+    if device.type == "cuda" and not _has_code(device):
         return "its library has no code for this GPU's compute capability, {}.{}".format(*capability(device))
     if op not in FUNCTIONS:
         return f"it has no {op}"

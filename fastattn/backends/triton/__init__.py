@@ -5,17 +5,19 @@ The first use of a function imports Triton; importing this package does not.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn._torch_private import is_lazy
-from fastattn.backends.common import common_refusal, device_of, forward_of, python_functions
+from fastattn.backends import native
+from fastattn.backends.common import OLDEST_GPU, capability, common_refusal, device_of, forward_of, python_functions
 from fastattn.backends.schema import AnyArgs, AttentionArgs, SoftmaxDropoutArgs, flatten, unflatten
 
 DEVICE = "cuda"
@@ -51,6 +53,40 @@ def _on_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 FUNCTIONS = _Functions()
+
+
+@functools.cache
+def compiled() -> dict[str, Callable[..., Any]]:
+    """Return the operations of the library that starts Triton's kernels (``csrc/launch``), by name; {} without it."""
+    if MISSING or native.missing("triton"):
+        return {}
+    functions = native.functions("triton")
+    native.library("triton").set_compile(ctypes.cast(_compile(), ctypes.c_void_p).value)
+    return functions
+
+
+@functools.cache
+def _compile() -> Any:
+    """Return the function that answers the library's requests, as a function of C, which must not be deleted."""
+    from fastattn.backends.triton import recipes
+
+    return recipes.COMPILE(recipes.answer)
+
+
+def plain(op: str, device: torch.device) -> Callable[[Sequence[Any]], bool] | None:
+    """Return what says whether the fast path of ``op`` asks this library, from its arguments; None: never."""
+    if device.type != DEVICE or f"{op}_fast" not in compiled() or capability(device) < OLDEST_GPU:
+        return None
+    hooked = hooks()
+    return lambda values: not hooked()
+
+
+@functools.cache
+def hooks() -> Callable[[], bool]:
+    """Return what says whether a hook of Triton observes launches. Only Triton's own launcher calls hooks."""
+    from fastattn._triton_private import is_hooked
+
+    return is_hooked
 
 
 def refusal(op: str, args: AnyArgs) -> str | None:

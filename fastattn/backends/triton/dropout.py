@@ -11,7 +11,7 @@ elements (philox.py); (outer, inner) number the matrices z of the formula.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -88,6 +88,18 @@ def _dropout(
         tl.store(outs, tl.where(kept, x, 0.0) * dropout.scale, mask=inside)
 
 
+def _constants(device: torch.device | None, columns: int, is_aligned: bool, is_int32: bool) -> dict[str, Any]:
+    """Return the constexprs and options of the kernel for rows of this many columns."""
+    tile = row_tile("dropout", columns, is_aligned)
+    return {
+        "INT32": bool(is_int32), "ALIGNED": bool(is_aligned), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+    }  # fmt: skip
+
+
+RECIPES = {"dropout": (_dropout, _constants)}  # what csrc/launch starts
+
+
 def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> None:
     """Fill ``out``. Both tensors are contiguous, or have at most four dimensions and any strides."""
     if out.numel() == 0:
@@ -106,14 +118,13 @@ def _launch(input: Tensor | None, out: Tensor, seed: Tensor, threshold: int) -> 
     is_unit = outs.column is None and inputs.column is None
     rows = outer * inner * matrix_rows
     is_aligned = is_unit and are_aligned(columns, input, out)
-    tile = row_tile("dropout", columns, is_aligned)
     dropout = dropout_of(seed, threshold)
-    slots, blocks = row_slots(matrix_rows, dropout), cdiv(columns, tile.block_n)
+    slots = row_slots(matrix_rows, dropout)
+    constants = _constants(out.device, columns, is_aligned, fits_int32(outer * inner * slots))
+    blocks = cdiv(columns, constants["BLOCK_N"])
     launch(
-        _dropout, (cdiv(outer * inner * slots, tile.block_m) * blocks,), out.device,
-        inputs, outs, dropout, rows, columns, matrix_rows, inner, slots, blocks,
-        INT32=fits_int32(outer * inner * slots), ALIGNED=is_aligned,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        _dropout, (cdiv(outer * inner * slots, constants["BLOCK_M"]) * blocks,), out.device,
+        inputs, outs, dropout, rows, columns, matrix_rows, inner, slots, blocks, **constants,
     )  # fmt: skip
 
 

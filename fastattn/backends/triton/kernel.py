@@ -24,6 +24,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])
 
 
+OPTIONS = {"enable_fp_fusion": True}  # Triton's present default, stated because Triton is about to change it
 _compiled: dict[Any, CompiledKernel] = {}  # by (kernel, device, argument types, constexprs)
 
 
@@ -36,7 +37,7 @@ def launch(function: Any, grid: tuple[int, ...], device: torch.device, *args: An
     """
     if 0 in grid:
         return
-    constants["enable_fp_fusion"] = True  # Triton's present default, stated because Triton is about to change it
+    constants |= OPTIONS
     if is_interpreted(function):
         function[grid](*args, **constants)
     elif device.index == torch.cuda.current_device():

@@ -11,6 +11,9 @@ mean, rstd (rows,) float32. partial (2, programs, columns) float32. All arithmet
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -294,6 +297,28 @@ def _reduce(
             tl.store(grad_bias + column, tl.sum(sums, 0), mask=column < columns)
 
 
+def _constants(
+    kernel: str, device: torch.device | None, columns: int, is_aligned: bool, is_int32: bool
+) -> dict[str, Any]:
+    """Return the constexprs and options of a kernel for rows of this many columns."""
+    tile = row_tile(kernel, columns, is_aligned)
+    return {
+        "INT32": bool(is_int32), "ALIGNED": bool(is_aligned), "ROW_FITS": columns <= tile.block_n,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps,
+    }  # fmt: skip
+
+
+def _reduce_constants(device: torch.device | None) -> dict[str, Any]:
+    return {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
+
+
+RECIPES = {  # what csrc/launch starts
+    "layer_norm.forward": (_forward, functools.partial(_constants, "layer_norm")),
+    "layer_norm.backward": (_backward, functools.partial(_constants, "layer_norm_backward")),
+    "layer_norm.reduce": (_reduce, _reduce_constants),
+}
+
+
 def layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
     out = empty_like(args.input)
     mean, rstd = _run_forward(args, None, None, out, None)
@@ -336,12 +361,11 @@ def _run_forward(
     r, r_stride = (None, 0) if residual is None else as_rows(residual)
     w, b = _contiguous(args.weight), _contiguous(args.bias)
     is_aligned = are_aligned(columns, x, r, w, b)
-    tile = row_tile("layer_norm", columns, is_aligned)
+    constants = _constants("layer_norm", input.device, columns, is_aligned, fits_int32(rows))
     launch(
-        _forward, (cdiv(rows, tile.block_m),), input.device,
+        _forward, (cdiv(rows, constants["BLOCK_M"]),), input.device,
         x, r, w, b, dropout, out, total, mean, rstd, rows, columns, _matrix_rows(input), x_stride, r_stride,
-        args.eps, INT32=fits_int32(rows), ALIGNED=is_aligned,
-        ROW_FITS=columns <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        args.eps, **constants,
     )  # fmt: skip
     return mean, rstd
 
@@ -360,20 +384,20 @@ def _run_backward(
     s, s_stride = (None, 0) if grad_sum is None else as_rows(grad_sum)
     w = _contiguous(args.weight)
     is_aligned = are_aligned(columns, g, s, x, w)
-    tile = row_tile("layer_norm_backward", columns, is_aligned)
-    programs = min(cdiv(rows, tile.block_m), MAX_PROGRAMS)
+    constants = _constants("layer_norm_backward", device, columns, is_aligned, fits_int32(rows))
+    programs = min(cdiv(rows, constants["BLOCK_M"]), MAX_PROGRAMS)
     partial = torch.empty(2, programs, columns, dtype=torch.float32, device=device) if any(dtypes) else None
     launch(
         _backward, (programs,), device,
         g, s, x, args.mean, args.rstd, w, dropout, grad_input, grad_total, partial, rows, columns,
-        _matrix_rows(total), g_stride, s_stride, x_stride, INT32=fits_int32(rows), ALIGNED=is_aligned,
-        ROW_FITS=columns <= tile.block_n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        _matrix_rows(total), g_stride, s_stride, x_stride, **constants,
     )  # fmt: skip
     grads = [torch.empty(columns if dtype else 0, dtype=dtype or torch.float32, device=device) for dtype in dtypes]
     if partial is not None:
+        constants = _reduce_constants(device)
         launch(
-            _reduce, (cdiv(columns, 64), 2), device, partial, *(grad if grad.numel() else None for grad in grads),
-            programs, columns, BLOCK_M=32, BLOCK_N=64, num_warps=4,
+            _reduce, (cdiv(columns, constants["BLOCK_N"]), 2), device, partial,
+            *(grad if grad.numel() else None for grad in grads), programs, columns, **constants,
         )  # fmt: skip
     return grads[0], grads[1]
 

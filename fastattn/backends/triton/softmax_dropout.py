@@ -11,7 +11,8 @@ broadcasts; stats (2, B, H, Lq) float32: row_max in natural units and row_sum. A
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -281,6 +282,24 @@ def _backward(
                 tl.store(places(grad_scores + row * seqlen_k, here, ALIGNED), grad, mask=inside)
 
 
+def _constants(
+    kernel: str, device: torch.device | None, columns: int, is_aligned: bool, is_int32: bool, lower_right: bool
+) -> dict[str, Any]:
+    """Return the constexprs and options of a kernel for rows of this many columns."""
+    tile = row_tile(kernel, columns, is_aligned)
+    return {
+        "LOWER_RIGHT": bool(lower_right), "INT32": bool(is_int32), "ALIGNED": bool(is_aligned),
+        "ROW_FITS": columns <= tile.block_n, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+    }  # fmt: skip
+
+
+RECIPES = {  # what csrc/launch starts
+    "softmax_dropout.forward": (_forward, functools.partial(_constants, "softmax_dropout")),
+    "softmax_dropout.backward": (_backward, functools.partial(_constants, "softmax_dropout_backward")),
+}
+
+
 def softmax_dropout(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
     out = empty_like(args.input)
     stats = args.input.new_empty((2, *args.input.shape[:-1]), dtype=torch.float32)
@@ -327,19 +346,14 @@ class _Call:
         if scores.stride(3) != 1 and seqlen_k != 1:
             scores = scores.contiguous()
         is_aligned = are_aligned(seqlen_k, scores, *others)
-        tile = row_tile(kernel, seqlen_k, is_aligned)
         dropout = dropout_of(args.seed, args.threshold)
         slots = row_slots(seqlen_q, dropout)
         count = batch * heads * slots
-        self.grid = (cdiv(count, tile.block_m),)
+        self.constants = _constants(kernel, scores.device, seqlen_k, is_aligned, fits_int32(count), args.lower_right)
+        self.grid = (cdiv(count, self.constants["BLOCK_M"]),)
         self.operands = _scores_of(scores), *_mask(args.attn_mask, is_aligned), args.key_lengths, dropout
         self.sizes = batch * heads * seqlen_q, slots, heads, seqlen_q, seqlen_k
         self.window = _window(args)
-        self.constants = {
-            "LOWER_RIGHT": args.lower_right, "INT32": fits_int32(count), "ALIGNED": is_aligned,
-            "ROW_FITS": seqlen_k <= tile.block_n, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-            "num_warps": tile.num_warps,
-        }  # fmt: skip
 
 
 def _window(args: SoftmaxDropoutArgs) -> Window | None:

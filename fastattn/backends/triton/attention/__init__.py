@@ -7,6 +7,7 @@ follow. This file is the host side: it lays out operands, chooses tiles and laun
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -119,22 +120,16 @@ class _Call:
         Args:
             others: further tensors that the kernel accesses by rows, which count for the alignment.
         """
-        block_d, block_dv = _padded(self.head_dim), _padded(self.value_head_dim)
-        is_aligned = self.is_aligned and self._are_aligned(*others)
         is_tf32 = (
             self.dtype == torch.float32
             and torch.backends.cuda.matmul.fp32_precision == "tf32"
-            and max(block_d, block_dv) <= tiles.largest_tf32_head(self.problem.mask is not None, self.device)
+            and _padded(max(self.head_dim, self.value_head_dim))
+            <= tiles.largest_tf32_head(self.problem.mask is not None, self.device)
         )
-        level = tile.register_usage_level
-        return {
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
-            "EVEN": block_d == self.head_dim and block_dv == self.value_head_dim,
-            "ALIGNMENT": 16 // self.dtype.itemsize if is_aligned else 1, "LOWER_RIGHT": self.lower_right,
-            "PRECISION": "tf32" if is_tf32 else "ieee",
-            "num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.maxnreg,
-            **({} if level is None else {"ptx_options": f"--register-usage-level={level}"}),
-        }  # fmt: skip
+        return _constants(
+            tile, self.dtype, self.head_dim, self.value_head_dim, self.is_aligned and self._are_aligned(*others),
+            self.lower_right, is_tf32,
+        )  # fmt: skip
 
     def lists(self, tile: tiles.Tile, keys_own: bool) -> tuple[TileLists | None, SeenKeys | None]:
         """Return the lists of tiles to visit under the mask, and the keys seen by each tile of queries.
@@ -224,11 +219,11 @@ class _Call:
             forward_kernel, (programs, num_splits), self.device, None, None, self.problem, *lists, split_result,
             splits, tiles_q, PRESCALED=self.is_prescaled, **constants,
         )  # fmt: skip
-        tiles_q = cdiv(self.seqlen_q, 16)
+        constants = _merge_constants(constants)
+        tiles_q = cdiv(self.seqlen_q, constants["BLOCK_M"])
         launch(
             merge_kernel, (tiles_q * self.num_heads * self.batch,), self.device, self.problem, split_result, splits,
-            num_splits, result, tiles_q, BLOCK_M=16,
-            **{name: constants[name] for name in ("BLOCK_DV", "EVEN", "ALIGNMENT", "LOWER_RIGHT")},
+            num_splits, result, tiles_q, **constants,
         )  # fmt: skip
         return out, lse, stats, residual
 
@@ -295,6 +290,63 @@ class _Call:
             **self._constants(tile, grad_heads),
         )  # fmt: skip
         return grad_mask
+
+
+def _constants(
+    tile: tiles.Tile, dtype: torch.dtype, head_dim: int, value_head_dim: int, is_aligned: bool, lower_right: bool,
+    is_tf32: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return a kernel's constexprs and options."""
+    block_d, block_dv = _padded(head_dim), _padded(value_head_dim)
+    level = tile.register_usage_level
+    return {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+        "EVEN": block_d == head_dim and block_dv == value_head_dim,
+        "ALIGNMENT": 16 // dtype.itemsize if is_aligned else 1, "LOWER_RIGHT": lower_right,
+        "PRECISION": "tf32" if is_tf32 else "ieee",
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.maxnreg,
+        **({} if level is None else {"ptx_options": f"--register-usage-level={level}"}),
+    }  # fmt: skip
+
+
+def _merge_constants(constants: dict[str, Any]) -> dict[str, Any]:
+    """Return the constexprs of the kernel that merges splits, from those of the kernel that computes them."""
+    return {"BLOCK_M": 16, **{name: constants[name] for name in ("BLOCK_DV", "EVEN", "ALIGNMENT", "LOWER_RIGHT")}}
+
+
+def _plain_constants(
+    kernel: str, modes: dict[str, bool], device: torch.device, is_bfloat16: int, head_dim: int, value_head_dim: int,
+    is_packed: int, is_aligned: int, are_all_aligned: int, lower_right: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the constexprs and options of a kernel of a call that csrc/launch serves.
+
+    Args:
+        is_aligned: of query, key and value, on which the tile depends; ``are_all_aligned``: of what else is accessed.
+    """
+    dtype, largest = torch.bfloat16 if is_bfloat16 else torch.float16, max(head_dim, value_head_dim)
+    is_irregular = is_packed or head_dim != value_head_dim or largest & (largest - 1)
+    kind = "irregular" if is_irregular else "pointers"
+    tile = tiles.choose(kernel, dtype, largest, kind, bool(is_aligned), device)
+    constants = _constants(
+        tile, dtype, head_dim, value_head_dim, bool(are_all_aligned), bool(lower_right), is_tf32=False
+    )
+    return constants | modes
+
+
+def _plain_merge_constants(*settings: Any) -> dict[str, Any]:
+    return _merge_constants(_plain_constants("forward", {}, *settings))
+
+
+_FORWARD, _BACKWARD = {"PRESCALED": False}, {"PRESCALED": False, "FOLD_SUM": True}
+RECIPES = {  # what csrc/launch starts
+    "attention.forward": (forward_kernel, functools.partial(_plain_constants, "forward", _FORWARD)),
+    "attention.forward_few": (forward_kernel, functools.partial(_plain_constants, "forward_few", _FORWARD)),
+    "attention.merge": (merge_kernel, _plain_merge_constants),
+    "attention.grad_query": (grad_query_kernel, functools.partial(_plain_constants, "grad_query", _BACKWARD)),
+    "attention.grad_key_value": (
+        grad_key_value_kernel, functools.partial(_plain_constants, "grad_key_value", _BACKWARD),
+    ),
+}  # fmt: skip
 
 
 def _stride(tensor: Tensor, dim: int) -> int:

@@ -57,9 +57,9 @@ class Result(NamedTuple):
 
     out: Heads
     residual: Heads | None  # None: not wanted, or in split-KV, whose merge computes it
-    lse: Tensor | None  # None in split-KV, whose merge computes it
-    row_max: Tensor
-    row_sum: Tensor
+    lse: Tensor | None  # None: not wanted, or in split-KV, whose merge computes it
+    row_max: Tensor | None  # None: no backward pass follows
+    row_sum: Tensor | None
     batch: int  # strides of the statistics
     head: int
     row: int | None  # None: 1
@@ -174,8 +174,9 @@ def forward_kernel(
     # The change of units rounds the maximum, so the sum is corrected by the same amount.
     row_sum *= exponential(m - (natural_max if PRESCALED else natural_max * LOG2E), PRESCALED)
     at = row_offsets(result, own_b, own_h, sequence.first_query, i) + split * tl.cast(splits.rows, tl.int64)
-    tl.store(result.row_max + at, natural_max, mask=inside)
-    tl.store(result.row_sum + at, row_sum, mask=inside)
+    if result.row_max is not None:
+        tl.store(result.row_max + at, natural_max, mask=inside)
+        tl.store(result.row_sum + at, row_sum, mask=inside)
     if result.lse is not None:
         tl.store(result.lse + at, natural_max + tl.log(row_sum), mask=inside)
 
@@ -224,6 +225,8 @@ def merge_kernel(
         residual = _residual(acc, result.out.pointer.dtype.element_ty)
         head = head_of(result.residual, b, h, sequence.first_query)
         store_tile(head, first_i, inside, problem.value_head_dim, residual, ALIGNMENT)
-    tl.store(result.row_max + at, highest, mask=inside)
-    tl.store(result.row_sum + at, total, mask=inside)
-    tl.store(result.lse + at, highest + tl.log(total), mask=inside)
+    if result.row_max is not None:
+        tl.store(result.row_max + at, highest, mask=inside)
+        tl.store(result.row_sum + at, total, mask=inside)
+    if result.lse is not None:
+        tl.store(result.lse + at, highest + tl.log(total), mask=inside)

@@ -84,7 +84,8 @@ def sequence_of(b, sequences, window, LOWER_RIGHT: tl.constexpr):
         seqlen_k = (tl.load(cu_seq_k + b + 1) - first_key).to(tl.int32)
     length = seqlen_k
     if lengths is not None:
-        length = tl.load(lengths + b).to(tl.int32)
+        # The host clamps lengths that it can read. csrc/launch cannot, and another kernel would take longer.
+        length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), seqlen_k).to(tl.int32)
     band = band_of(length, seqlen_q, window, LOWER_RIGHT)
     return Sequence(first_query, seqlen_q, first_key, seqlen_k, band)
 

@@ -1,0 +1,49 @@
+// The part of the bindings for the library of the `triton` backend, which starts Triton's kernels.
+#pragma once
+#include "../launch/kernels.h"
+#include "tensors.h"
+
+#define FASTATTN_LIBRARY fastattn_triton
+
+namespace fastattn {
+
+// Nothing to declare: csrc/launch/kernels.h has the launches.
+#define FASTATTN_KERNEL(Problem, stem)
+
+namespace {
+
+// The device of an operand, and its current stream.
+struct Backend {
+  static constexpr bool kSumsMaskGrad = false, kReadsOffsets = false;
+  Device device;
+  triton::Place place;
+
+  explicit Backend(const Tensor& operand)
+      : device(device_of(operand)), place{std::max(device.index, 0), nullptr} {  // tests have operands on the CPU
+    place.stream = triton::current_stream(place.device);
+  }
+
+  // Whether a fast path's call of attention can be served, with what a backward pass reads if `keep`.
+  static bool serves(const Attention& a, bool) { return triton::serves(a); }
+
+  template <class Problem>
+  void run(const Problem& problem) const {
+    triton::run(problem, place);
+  }
+
+  void run(const LayerNormBackward& problem) const { run_with_workspace(problem); }
+  void run(const Attention& problem) const { run_with_workspace(problem); }
+  void run(const AttentionBackward& problem) const { run_with_workspace(problem); }
+
+ private:
+  template <class Problem>
+  void run_with_workspace(const Problem& problem) const {
+    const int64_t floats = triton::workspace(problem, place);
+    std::optional<Tensor> workspace;
+    if (floats > 0) workspace = empty({floats}, Dtype::float32, device);
+    triton::run(problem, workspace ? workspace->mutable_data_ptr<float>() : nullptr, place);
+  }
+};
+
+}  // namespace
+}  // namespace fastattn

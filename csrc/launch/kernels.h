@@ -1,0 +1,56 @@
+// Launches of Triton's kernels. Operands are in device memory.
+#pragma once
+#include "../common/attention.h"
+#include "../common/dropout.h"
+#include "../common/layer_norm.h"
+#include "../common/softmax_dropout.h"
+
+namespace fastattn::triton {
+
+// The device on which a kernel runs, and its current stream.
+struct Place {
+  int device;
+  void* stream;
+};
+
+void* current_stream(int device);
+
+void run(const Dropout&, Place);
+void run(const LayerNorm&, Place);
+void run(const SoftmaxDropout&, Place);
+void run(const SoftmaxDropoutBackward&, Place);
+
+// The launches below need a workspace, 16-byte aligned. Its size is in floats and may be 0.
+
+int64_t workspace(const LayerNormBackward&, Place);
+void run(const LayerNormBackward&, float* workspace, Place);
+
+int64_t workspace(const Attention&, Place);
+void run(const Attention&, float* workspace, Place);
+
+int64_t workspace(const AttentionBackward&, Place);
+void run(const AttentionBackward&, float* workspace, Place);
+
+// Whether these kernels serve a plain call, forward and backward. They read both sides through pointers, and no mask:
+// Python makes tensor descriptors and lists of tiles. float32 is left to Python too, where torch's setting of tf32
+// counts.
+bool serves(const Attention&);
+
+// What Python answers to a request: first for a kernel with its settings, then for a kernel with the types of its
+// arguments too. fastattn/backends/triton/recipes.py has the same struct.
+struct Recipe {
+  uint64_t function;  // CUfunction; 0 in the first answer
+  int32_t threads, shared_bytes;
+  int32_t block_m, block_n;  // The block of the kernel.
+  int32_t multiprocessors;   // The device's number of them.
+};
+
+// Writes the answer to a request. Returns 0, or 1 if Triton has to start the kernel.
+using Compile = int (*)(const char* request, Recipe* answer);
+
+void set_compile(Compile);
+
+// Take the functions of CUDA's driver and of libtorch_cuda from this file, a fake of them, instead of from theirs.
+void set_driver(const char* file);
+
+}  // namespace fastattn::triton

@@ -1,0 +1,99 @@
+"""The launcher of Triton's kernels (csrc/launch) on CPU tensors, with a driver in C++ that hands launches to Python."""
+
+import contextlib
+import ctypes
+import functools
+import tempfile
+from unittest import mock
+
+import torch
+
+import fake_gpu
+from fastattn.backends import native
+from fastattn.backends import triton as backend
+from fastattn.ops import register
+
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, *[ctypes.c_uint] * 5, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p)
+)
+
+
+@functools.cache
+def driver():
+    """Compile and load tools/fake_driver.cpp, and let the launcher take it. It stays loaded."""
+    path = fake_gpu.build_driver(tempfile.mkdtemp())
+    torch.ops.fastattn_triton.set_driver(path)
+    fake = ctypes.CDLL(path)
+    fake.fake_set_stream.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    fake.fake_context.restype = ctypes.c_uint64
+    fake.fake_set_context.argtypes = [ctypes.c_uint64]
+    return fake
+
+
+@contextlib.contextmanager
+def fast_paths(backend_name="triton"):
+    """Send the plain calls of CPU tensors to this backend's library inside the block."""
+    with contextlib.ExitStack() as stack:
+        for roads, road in register.FAST_PATHS.values():
+            stack.enter_context(mock.patch.dict(roads, cpu=road(backend_name)))
+        yield
+
+
+def value_at(address, letter):
+    """Return a parameter of this letter from its bytes."""
+    from fastattn.backends.triton import recipes
+
+    if letter == "r":
+        return ctypes.cast(address, ctypes.POINTER(ctypes.c_float))[0]
+    bits = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))[0]
+    if letter in "ij":
+        return bits
+    return torch.frombuffer((ctypes.c_char * 8).from_address(bits), dtype=recipes._POINTERS[letter], count=1)
+
+
+_asked = []  # what functions stand for; the launcher keeps its recipes
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Run plain calls of CPU tensors through the launcher, whose kernels Triton interprets. Yield the names of the
+    kernels that start."""
+    from fastattn.backends.triton import recipes
+
+    fake, started, errors = driver(), [], []
+
+    def answer(text, recipe):
+        try:
+            request = recipes.Request(text.decode())
+            found = recipe.contents
+            found.block_m, found.block_n = request.constants.get("BLOCK_M", 0), request.constants.get("BLOCK_N", 0)
+            found.multiprocessors, found.function, found.threads = 132, len(_asked), 32
+            _asked.append(request)
+        except BaseException as error:
+            errors.append(error)
+            return 1
+        return 0
+
+    def launch(function, x, y, z, threads, shared_bytes, stream, parameters):
+        try:
+            request, places = _asked[function], iter(range(64))
+            started.append(request.function.fn.__name__)
+            arguments = request.arguments(lambda letter: value_at(parameters[next(places)], letter))
+            request.function[(x, y, z)](*arguments, **request.constants)
+        except BaseException as error:
+            errors.append(error)
+            return 1
+        return 0
+
+    functions = recipes.COMPILE(answer), LAUNCH(launch)
+    backend.compiled()
+    native.library("triton").set_compile(ctypes.cast(functions[0], ctypes.c_void_p).value)
+    fake.fake_set_launch(functions[1])
+    try:
+        with fast_paths(), mock.patch.object(recipes, "device_at", return_value=torch.device("cpu")):
+            yield started
+    finally:
+        fake.fake_set_launch(None)
+        native.library("triton").set_compile(0)
+    if errors:
+        raise errors[0]
