@@ -13,21 +13,12 @@ from fastattn.backends import native
 from fastattn.backends import triton as backend
 from fastattn.ops import register
 
-LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_uint64, *[ctypes.c_uint] * 5, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p)
-)
-
 
 @functools.cache
 def driver():
     """Compile and load tools/fake_driver.cpp, and let the launcher take it. It stays loaded."""
-    path = fake_gpu.build_driver(tempfile.mkdtemp())
-    torch.ops.fastattn_triton.set_driver(path)
-    fake = ctypes.CDLL(path)
-    fake.fake_set_stream.argtypes = [ctypes.c_int, ctypes.c_uint64]
-    fake.fake_context.restype = ctypes.c_uint64
-    fake.fake_set_context.argtypes = [ctypes.c_uint64]
-    return fake
+    backend.compiled()
+    return fake_gpu.load_driver(fake_gpu.build_driver(tempfile.mkdtemp()))
 
 
 @contextlib.contextmanager
@@ -56,8 +47,9 @@ _asked = []  # what functions stand for; the launcher keeps its recipes
 
 @contextlib.contextmanager
 def interpreted():
-    """Run plain calls of CPU tensors through the launcher, whose kernels Triton interprets. Yield the names of the
-    kernels that start."""
+    """Run plain calls of CPU tensors through the launcher, whose kernels Triton interprets.
+
+    Yield the launches: a list of (kernel, stream, context, letters of its parameters)."""
     from fastattn.backends.triton import recipes
 
     fake, started, errors = driver(), [], []
@@ -77,7 +69,7 @@ def interpreted():
     def launch(function, x, y, z, threads, shared_bytes, stream, parameters):
         try:
             request, places = _asked[function], iter(range(64))
-            started.append(request.function.fn.__name__)
+            started.append((request.function.fn.__name__, stream, fake.fake_context(), "".join(request.letters())))
             arguments = request.arguments(lambda letter: value_at(parameters[next(places)], letter))
             request.function[(x, y, z)](*arguments, **request.constants)
         except BaseException as error:
@@ -85,8 +77,7 @@ def interpreted():
             return 1
         return 0
 
-    functions = recipes.COMPILE(answer), LAUNCH(launch)
-    backend.compiled()
+    functions = recipes.COMPILE(answer), fake_gpu.LAUNCH(launch)
     native.library("triton").set_compile(ctypes.cast(functions[0], ctypes.c_void_p).value)
     fake.fake_set_launch(functions[1])
     try:

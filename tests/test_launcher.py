@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402 (where Triton is not installed, nothing here can be imported)
 
+from unittest import mock
+
 import pytest
 import torch
 from conftest import DEVICE, require
@@ -10,7 +12,8 @@ require("triton", allow_module_level=True)
 if DEVICE != "cpu":
     pytest.skip("for Triton's interpreter", allow_module_level=True)
 
-from launcher import interpreted
+from launcher import driver, interpreted
+from test_triton import TOOLS, last_json, program
 
 import fastattn
 from fastattn import (
@@ -21,7 +24,8 @@ from fastattn import (
     softmax_dropout,
     varlen_attn,
 )
-from fastattn.backends import native
+from fastattn.backends import cuda, native
+from fastattn.backends import triton as backend
 from fastattn.ops import register
 
 pytestmark = pytest.mark.skipif(native.library("triton") is None, reason=f"no launcher: {native.reason('triton')}")
@@ -111,3 +115,120 @@ def test_the_same_bits(name, dtype, monkeypatch):
     for ours, theirs in zip(got, wanted, strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
         assert ours.stride() == theirs.stride()
+
+
+X, WEIGHT = torch.randn(4, 48).bfloat16(), torch.ones(48)
+
+
+def test_streams_and_contexts():
+    """A kernel starts on torch's current stream. The context of its device is current then, and the thread's own
+    afterwards; a thread without one keeps it."""
+    fake = driver()
+    try:
+        for before, after in ((77, 77), (0, 1), (1, 1)):
+            fake.fake_set_context(before)
+            fake.fake_set_stream(0, 5 + before)
+            with interpreted() as started:
+                layer_norm(X, (48,), WEIGHT)
+            assert [start[:3] for start in started] == [("_forward", 5 + before, 1)]
+            assert fake.fake_context() == after
+    finally:
+        fake.fake_set_stream(0, 0)
+
+
+def test_strides_beyond_32_bits(tmp_path):
+    """A stride of more than 32 bits is passed whole; its kernel is another one."""
+    stride = 2**31 + 16
+    file = tmp_path / "sparse"
+    storage = torch.from_file(str(file), shared=True, size=stride + 2**10, dtype=torch.bfloat16)
+    query = storage.as_strided((1, 2, 8, 16), (2 * stride, stride, 16, 1))
+    query.copy_(torch.randn(1, 2, 8, 16))
+    with interpreted() as started:
+        out = scaled_dot_product_attention(query, query, query)
+        assert torch.equal(out, scaled_dot_product_attention(*[query.contiguous()] * 3))
+    (_, _, _, wide), (_, _, _, narrow) = started
+    assert wide.replace("j", "i") == narrow
+    assert wide.count("j") == 6  # the strides of batches and heads
+    assert "j" not in narrow
+
+
+def test_what_the_launcher_leaves(monkeypatch):
+    """Calls that Triton's own launcher serves leave the fast path before a seed is drawn."""
+    asked = []
+    monkeypatch.setattr(register, "choose", lambda op, args: asked.append(op) or "reference")
+    q, half = torch.randn(1, 2, 20, 16).bfloat16(), {"dropout_p": 0.5}
+    calls = [
+        lambda: scaled_dot_product_attention(q, q, q, torch.ones(20, 20), **half),
+        lambda: scaled_dot_product_attention(q, q, q, scale=-1.0, **half),
+        lambda: scaled_dot_product_attention(q.float(), q.float(), q.float(), **half),
+        lambda: scaled_dot_product_attention(*[q.expand(1, 2, -1, -1).repeat(1, 1, 60, 1)] * 3, **half),
+    ]
+    for call in calls:
+        torch.manual_seed(3)
+        with interpreted() as started:
+            wanted = call()
+        assert (started, asked.pop()) == ([], "attention")
+        torch.manual_seed(3)
+        with fastattn.backend("reference"):
+            assert torch.equal(call(), wanted)
+        asked.clear()
+
+
+def test_the_seed_of_the_usual_path():
+    torch.manual_seed(3)
+    with interpreted() as started:
+        plain = dropout(X, 0.5)
+    assert started
+    torch.manual_seed(3)
+    with fastattn.backend("reference"):
+        assert torch.equal(dropout(X, 0.5), plain)
+
+
+def test_which_library_serves_a_gpu(monkeypatch):
+    """The library of a plain call is that of the backend that the usual path chooses. No library serves an old GPU or
+    another device."""
+    gpu, capability = torch.device("cuda", 0), (9, 0)
+    for module in (cuda, backend):
+        monkeypatch.setattr(module, "capability", lambda device: capability)
+    monkeypatch.setattr(cuda, "_has_code", lambda device: capability >= (8, 0))
+    monkeypatch.setattr(cuda, "FUNCTIONS", dict.fromkeys(("attention", "layer_norm"), print))
+    small, large = torch.empty(4, 8), torch.empty(2**22, 8)
+    rows, attention = cuda.plain("layer_norm", gpu), cuda.plain("attention", gpu)
+    assert rows([small])
+    assert not rows([large])
+    few, many = torch.empty(1, 2, 4, 8), torch.empty(1, 2, 40, 8)
+    assert attention([few, many, many, None, None, None, 0.0])
+    assert not attention([few, many, many, None, None, None, 0.1])
+    assert not attention([many, many, many, None, None, None, 0.0])
+    assert not attention([few.requires_grad_(), many, many, None, None, None])
+    assert cuda.plain("varlen_attention", gpu) is None
+    assert backend.plain("varlen_attention", gpu)([few])
+    assert backend.plain("layer_norm", torch.device("meta")) is None is cuda.plain("layer_norm", torch.device("meta"))
+    capability = (7, 5)
+    assert backend.plain("layer_norm", gpu) is None is cuda.plain("layer_norm", gpu)
+
+
+def test_a_refused_backward_pass():
+    """If the library does not serve a backward pass, the usual one does: rows of a gradient that do not fold."""
+    x = torch.randn(2, 3, 4, 32).bfloat16().requires_grad_()
+    weight = torch.randn(2, 3, 9, 32).bfloat16()[:, :, :4]
+    with interpreted() as started, mock.patch.object(register.OPS["softmax_dropout_backward"], "on") as usual:
+        usual.return_value = torch.ones_like(x), torch.empty(0)
+        grad = torch.autograd.grad(softmax_dropout(x), x, weight)[0]
+    assert len(started) == 1
+    assert torch.equal(grad, torch.ones_like(x))
+    assert usual.call_args.args[0] == "triton"
+
+
+@pytest.mark.slow
+@pytest.mark.torch_version
+def test_the_bytes_of_tritons_launcher():
+    """csrc/launch passes what Triton's own launcher passes: grids, threads, shared memory and every parameter's bytes.
+    It leaves launches to Triton's while a hook observes them."""
+    status, output = program(str(TOOLS / "launch_bytes.py"))
+    assert status == 0, output
+    found = last_json(output)
+    assert found["differ"] == []
+    kernels = {"_dropout", "_forward", "_backward", "_reduce", "forward_kernel", "merge_kernel"}
+    assert set(found["launches"]) == kernels | {"grad_query_kernel", "grad_key_value_kernel"}
+    assert found["hooks"] == [True, False, True]

@@ -1,5 +1,5 @@
-// A CUDA driver that starts nothing, with torch's function for the current stream, for csrc/launch's launcher. It hands
-// each launch to a function that a test or a tool has set.
+// A CUDA driver that starts nothing, with torch's function for the current stream, for the launchers of csrc/launch and
+// of Triton. It hands each launch to a function that a test or a tool has set.
 #include <stdint.h>
 
 namespace {
@@ -40,6 +40,39 @@ EXPORTED int cuLaunchKernel(uint64_t function, unsigned x, unsigned y, unsigned 
                             unsigned shared_bytes, uint64_t stream, void** parameters, void**) {
   return launched ? launched(function, x, y, z, threads, shared_bytes, stream, parameters) : 0;
 }
+struct Configuration {  // the beginning of CUlaunchConfig
+  unsigned x, y, z, threads, threads_y, threads_z, shared_bytes;
+  uint64_t stream;
+  void* attributes;
+  unsigned attribute_count;
+};
+
+EXPORTED int cuLaunchKernelEx(const Configuration* c, uint64_t function, void** parameters, void**) {
+  constexpr int kInvalidValue = 1;  // csrc/launch passes no attributes
+  if (c->attribute_count || c->threads_y != 1 || c->threads_z != 1) return kInvalidValue;
+  return cuLaunchKernel(function, c->x, c->y, c->z, c->threads, 1, 1, c->shared_bytes, c->stream, parameters, nullptr);
+}
+EXPORTED int cuPointerGetAttribute(uint64_t* address, int, uint64_t pointer) {
+  *address = pointer;
+  return 0;
+}
+
+// Functions with which Triton's extension is linked.
+#define UNUSED(name) \
+  EXPORTED int name() { return 0; }
+UNUSED(cuCtxGetDevice)
+UNUSED(cuCtxGetLimit)
+UNUSED(cuCtxSetLimit)
+UNUSED(cuDeviceGetAttribute)
+UNUSED(cuDriverGetVersion)
+UNUSED(cuFuncGetAttribute)
+UNUSED(cuFuncSetAttribute)
+UNUSED(cuFuncSetCacheConfig)
+UNUSED(cuModuleGetFunction)
+UNUSED(cuModuleLoadData)
+UNUSED(cuModuleUnload)
+UNUSED(cuStreamIsCapturing)
+
 EXPORTED int cuGetErrorString(int, const char** text) {
   *text = "a fake error";
   return 0;

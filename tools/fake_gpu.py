@@ -6,6 +6,7 @@ tests that follow CUDA tensors from the public functions to the launch. Their op
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -93,11 +94,29 @@ class Driver:
 
 
 def build_driver(folder: str) -> str:
-    """Compile fake_driver.cpp, a driver for csrc/launch, and return its file in the folder."""
-    path = f"{folder}/fake_driver.so"
-    source = Path(__file__).parent / "fake_driver.cpp"
-    subprocess.run(["g++", "-O2", "-shared", "-fPIC", source, "-o", path], check=True)
+    """Compile fake_driver.cpp, a driver for launchers in C and C++, and return its file in the folder.
+
+    It has the driver's name, so a library that is linked with the driver, as Triton's launcher is, finds the loaded
+    fake.
+    """
+    path, source = f"{folder}/libcuda.so.1", Path(__file__).parent / "fake_driver.cpp"
+    subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", path], check=True)
     return path
+
+
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, *[ctypes.c_uint] * 5, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p)
+)
+
+
+def load_driver(path: str) -> ctypes.CDLL:
+    """Load the driver, and make csrc/launch use it."""
+    fake = ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+    fake.fake_set_stream.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    fake.fake_context.restype = ctypes.c_uint64
+    fake.fake_set_context.argtypes = [ctypes.c_uint64]
+    torch.ops.fastattn_triton.set_driver(path)
+    return fake
 
 
 def _address(tensor: FakeTensor) -> int:

@@ -114,7 +114,7 @@ def main():
     fake_gpu.pretend(90)
     with tempfile.TemporaryDirectory() as folder:
         backend.compiled()
-        torch.ops.fastattn_triton.set_driver(fake_gpu.build_driver(folder))
+        fake_gpu.load_driver(fake_gpu.build_driver(folder))
         for roads, road in register.FAST_PATHS.values():
             roads["cpu"] = road("triton")
         compiled = measure(options.samples, options.repeats)
