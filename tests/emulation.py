@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from fastattn import backends
+from fastattn.ops import register
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,3 +55,12 @@ def strict(loaded=None):
     finally:
         damage = controls.guard_operands(0).decode()
     assert not damage, damage
+
+
+@contextlib.contextmanager
+def fast_paths(name):
+    """Send the plain calls of CPU tensors to this backend's library inside the block."""
+    with contextlib.ExitStack() as stack:
+        for roads, road in register.FAST_PATHS.values():
+            stack.enter_context(mock.patch.dict(roads, cpu=road(name)))
+        yield

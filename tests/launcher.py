@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 
 import fake_gpu
+from emulation import fast_paths
 from fastattn.backends import native
 from fastattn.backends import triton as backend
-from fastattn.ops import register
 
 
 @functools.cache
@@ -19,15 +19,6 @@ def driver():
     """Compile and load tools/fake_driver.cpp, and let the launcher take it. It stays loaded."""
     backend.compiled()
     return fake_gpu.load_driver(fake_gpu.build_driver(tempfile.mkdtemp()))
-
-
-@contextlib.contextmanager
-def fast_paths(backend_name="triton"):
-    """Send the plain calls of CPU tensors to this backend's library inside the block."""
-    with contextlib.ExitStack() as stack:
-        for roads, road in register.FAST_PATHS.values():
-            stack.enter_context(mock.patch.dict(roads, cpu=road(backend_name)))
-        yield
 
 
 def value_at(address, letter):
@@ -81,7 +72,7 @@ def interpreted():
     native.library("triton").set_compile(ctypes.cast(functions[0], ctypes.c_void_p).value)
     fake.fake_set_launch(functions[1])
     try:
-        with fast_paths(), mock.patch.object(recipes, "device_at", return_value=torch.device("cpu")):
+        with fast_paths("triton"), mock.patch.object(recipes, "device_at", return_value=torch.device("cpu")):
             yield started
     finally:
         fake.fake_set_launch(None)

@@ -14,6 +14,7 @@ if DEVICE != "cpu":
 
 from launcher import driver, interpreted
 from test_triton import TOOLS, last_json, program
+from triton import knobs
 
 import fastattn
 from fastattn import (
@@ -220,9 +221,24 @@ def test_a_refused_backward_pass():
     assert usual.call_args.args[0] == "triton"
 
 
+def test_a_hook_before_the_backward_pass():
+    """Triton's own launcher, which calls hooks, starts the backward pass if a hook came after the forward pass."""
+    x = X.clone().requires_grad_()
+    with interpreted() as started, mock.patch.object(register.OPS["layer_norm_backward"], "on") as usual:
+        usual.return_value = torch.ones_like(x), torch.empty(0), torch.empty(0)
+        out = layer_norm(x, (48,))
+        knobs.runtime.launch_enter_hook.add(print)
+        try:
+            out.backward(torch.ones_like(out))
+        finally:
+            knobs.runtime.launch_enter_hook.remove(print)
+    assert [start[0] for start in started] == ["_forward"]
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_the_bytes_of_tritons_launcher():
+def test_the_bytes_of_a_launch():
     """csrc/launch passes what Triton's own launcher passes: grids, threads, shared memory and every parameter's bytes.
     It leaves launches to Triton's while a hook observes them."""
     status, output = program(str(TOOLS / "launch_bytes.py"))

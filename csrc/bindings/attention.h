@@ -47,6 +47,7 @@ inline void set_operands(Attention& a, const Tensor& query, const Tensor& key, c
   a.window_left = window_left, a.window_right = window_right;
   a.lower_right = lower_right;
   set_dropout(a, seed, threshold);
+  a.rows = query.numel() / max(a.head_dim, 1);
 }
 
 // Check offsets against their bound, because the bounds determine the sizes of the kernels' buffers. Python checks only

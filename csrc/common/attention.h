@@ -21,6 +21,7 @@ struct Attention {
   const int64_t* key_lengths;          // (batch,), within [0, keys of the sequence]; null for all keys
   Mask mask;
   float scale;
+  int64_t rows;  // queries of all sequences and heads
   int64_t window_left, window_right;
   bool lower_right;
   const int64_t* seed;             // (2,): key, offset.

@@ -48,14 +48,14 @@ __device__ float4 multiply_add(float factor, float4 x, float4 sum) {
   return {fmaf(factor, x.x, sum.x), fmaf(factor, x.y, sum.y), fmaf(factor, x.z, sum.z), fmaf(factor, x.w, sum.w)};
 }
 
-// Store four columns of the result. The first thread of a row stores its statistics too.
+// Store four columns of the result. The first thread of a row stores its statistics too, if they are wanted.
 template <class T>
 __device__ void store_row(const Attention& a, int row, int column, float4 x, float row_max, float row_sum) {
   T* out = (T*)a.out.data + Row(a, row).offset(a.out);
   const float columns[4] = {x.x, x.y, x.z, x.w};
   for (int n = 0; n < 4; ++n)
     if (column + n < a.value_head_dim) out[column + n] = from_float<T>(row_sum == 0 ? 0.0f : columns[n] / row_sum);
-  if (column > 0) return;
+  if (column > 0 || !a.lse) return;
   a.row_max[row] = row_max;
   a.row_sum[row] = row_sum;
   a.lse[row] = row_sum == 0 ? -kInfinity : row_max + logf(row_sum);

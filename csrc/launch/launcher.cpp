@@ -127,15 +127,20 @@ void* current_stream(int device) {
 
 Kernel::Kernel(const char* name, Place place, std::initializer_list<int64_t> settings) : place_(place) {
   write(name);
-  write(' ');
-  write(std::to_string(place.device).c_str());
-  for (const int64_t setting : settings) {
-    write(' ');
-    write(std::to_string(setting).c_str());
-  }
+  write_number(place.device);
+  for (const int64_t setting : settings) write_number(setting);
   text_[length_] = 0;
   plan_ = &recipe_of(text_, length_);
   write(':');
+}
+
+void Kernel::write_number(int64_t number) {
+  char digits[20];
+  int count = 0;
+  do digits[count++] = (char)('0' + number % 10);
+  while (number /= 10);
+  write(' ');
+  while (count) write(digits[--count]);
 }
 
 void Kernel::launch(int64_t x, int64_t y) {

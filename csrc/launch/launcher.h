@@ -75,6 +75,7 @@ class Kernel {
   void write(const char* text) {
     for (; *text; ++text) write(*text);
   }
+  void write_number(int64_t number);  // not negative, behind a space
   void value(char type, uint64_t bits) {
     if (count_ == kValues) throw NotServed("fastattn: too many arguments of a kernel");
     write(type);

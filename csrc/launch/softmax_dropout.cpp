@@ -69,7 +69,8 @@ Window window_of(const Scores& s) {
 
 void run(const SoftmaxDropout& p, Place place) {
   const Scores& s = p.scores;
-  if (s.columns == 0) throw NotServed("fastattn: no columns");
+  constexpr int64_t kMaxPositions = ((int64_t)1 << 31) - (1 << 16);  // MAX_POSITIONS in Python, a sum in int32
+  if (s.columns == 0 || s.rows + s.columns > kMaxPositions) throw NotServed("fastattn: no columns, or too many");
   Call call("softmax_dropout.forward", place, s, p.threshold, 0);
   call.kernel.start(call.programs, 1, scores_of(s), mask_of(s.mask), mask_column(s.mask, call.is_aligned),
                     s.key_lengths, drop_of(p.seed, p.threshold), Pointer{p.out, s.dtype}, p.stats, call.rows,

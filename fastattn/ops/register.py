@@ -269,8 +269,10 @@ def _autograd_function(name: str, backward: str | None, settings: Callable[..., 
         def selected(ctx: Any, found: Any) -> tuple[Tensor | None, ...]:
             """Return the gradients that are needed, and None for all other inputs."""
             found = (found,) if isinstance(found, Tensor) else found
-            needed = [grad if needs else None for grad, needs in zip(found, ctx.needs_input_grad, strict=False)]
-            return *needed, *(None,) * (ctx.inputs - len(needed))
+            needs = ctx.needs_input_grad[: len(found)]
+            if not all(needs):
+                found = [grad if needed else None for grad, needed in zip(found, needs, strict=True)]
+            return *found, *(None,) * (ctx.inputs - len(found))
 
     Function.derivative, Function.count = backward, gradients
     return _named(Function, name)
@@ -425,20 +427,20 @@ def _plain_apply(name: str, labels: Sequence[str], backend: str) -> Callable[...
     is_hooked = TABLE[backend].hooks() if backend == "triton" else bool
     absent = (None,) * (function.count - 1)
     # The caller may change these before the backward pass, which reads copies.
-    copied = {"attn_mask", "key_lengths", "cu_seq_q", "cu_seq_k", "seqused_k"}
-    is_copied = [label in copied for label in labels[:tensors]]
+    names = {"attn_mask", "key_lengths", "cu_seq_q", "cu_seq_k", "seqused_k"}
+    copied = [place for place, label in enumerate(labels[:tensors]) if label in names]
     seed = labels.index("seed") if "seed" in labels else None
 
     class Plain(function):  # type: ignore[misc, valid-type]  # mypy requires a base known before the program runs
         @staticmethod
         def forward(ctx: Any, *values: Any) -> Any:
             given = list(values)
-            for place, value in enumerate(given[:tensors]):
-                if value is None:
-                    continue
-                if is_copied[place] and not value.is_floating_point():
+            for place in copied:
+                value = given[place]
+                if value is not None and not value.is_floating_point():
                     given[place] = expanded_copy(value)
-                elif value.is_inference():  # cannot be saved
+            for value in given[:tensors]:
+                if value is not None and value.is_inference():  # cannot be saved
                     return None
             try:
                 found = compiled(*given)
