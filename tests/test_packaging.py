@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(fastattn.__file__).resolve().parent
 
 
-@pytest.fixture(scope="module")
-def library() -> Path:
-    """Return the path of the compiled library. Without one, skip, or fail under FASTATTN_REQUIRE=cpu."""
+@pytest.fixture(scope="module", params=["cpu", "triton"])
+def library(request) -> Path:
+    """Return the path of a compiled library. Without one, skip, or fail under FASTATTN_REQUIRE=cpu."""
     require("cpu")
-    return PACKAGE / "_cpu.so"
+    return PACKAGE / f"_{request.param}.so"
 
 
 def run(*command, **options) -> str:
@@ -431,7 +431,8 @@ def reason() -> str:
     return native.reason("cpu")
 
 
-def test_a_library_that_is_not_loaded_has_a_reason(package, library, monkeypatch):
+def test_a_library_that_is_not_loaded_has_a_reason(package, monkeypatch):
+    require("cpu")
     file = package / "_cpu.so"
     assert reason().startswith(f"{file} is not there")
     (package / "_build.json").write_text('{"cpu": {"reason": "no C++ compiler"}}')
@@ -440,7 +441,7 @@ def test_a_library_that_is_not_loaded_has_a_reason(package, library, monkeypatch
     file.write_bytes(b"not a library")  # of another machine
     assert re.fullmatch("_cpu.so does not load: .*", reason())
     file.unlink()
-    file.symlink_to(library)
+    file.symlink_to(PACKAGE / "_cpu.so")
     monkeypatch.setattr(native, "CONTRACT", "of tomorrow")
     assert reason() == "_cpu.so is of another version of this package; build it anew"
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")

@@ -121,7 +121,7 @@ def main():
         vars(torch.cuda).update(current_device=lambda: None)  # the index of the CPU as a device
         backend.DEVICE = "cpu"
         with fastattn.backend("triton"):
-            python = measure(options.samples // 5, options.repeats)
+            python = measure(options.samples, options.repeats)
     print(json.dumps({"triton": triton.__version__, "launcher": compiled, "python": python}, indent=1))
 
 
