@@ -2,7 +2,7 @@
 
 Operands are on the CPU, and kernels pass through csrc/launch to a driver that starts nothing. So the times cover
 checks, allocations, autograd and the launcher. They do not cover the driver's launch, and they have the CPU's allocator
-instead of CUDA's. The backend functions in Python, which serve other calls, are timed beside them.
+instead of CUDA's. The backend functions in Python, which serve other calls, are timed too.
 
 Forward passes are compared with ``F.layer_norm`` of one element, both passes with an ``autograd.Function`` that does
 nothing and has as many gradients. All take turns; each time is the least of many samples, in microseconds.

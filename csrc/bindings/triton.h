@@ -7,7 +7,7 @@
 
 namespace fastattn {
 
-// Nothing to declare: csrc/launch/kernels.h has the launches.
+// Declares nothing, because csrc/launch/kernels.h declares all launches.
 #define FASTATTN_KERNEL(Problem, stem)
 
 namespace {

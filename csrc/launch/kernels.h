@@ -36,8 +36,8 @@ void run(const AttentionBackward&, float* workspace, Place);
 // counts.
 bool serves(const Attention&);
 
-// What Python answers to a request: first for a kernel with its settings, then for a kernel with the types of its
-// arguments too. fastattn/backends/triton/recipes.py has the same struct.
+// Python's answer to a request: first for a kernel with its settings, then for a kernel with the types of its arguments
+// too. fastattn/backends/triton/recipes.py has the same struct.
 struct Recipe {
   uint64_t function;  // CUfunction; 0 in the first answer
   int32_t threads, shared_bytes;

@@ -1,5 +1,5 @@
 // Starts of Triton's kernels. Triton compiles a kernel in Python, at its first use for these types and settings; the
-// files beside this one lay out its arguments, and start it through CUDA's driver.
+// other files of this folder lay out its arguments, and start it through CUDA's driver.
 //
 //   Kernel kernel("layer_norm.forward", place, {settings});  // asks for the kernel's block
 //   kernel.start(cdiv(rows, kernel.block_m()), arguments...);  // in the order of the kernel in Python

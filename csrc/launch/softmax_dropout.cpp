@@ -6,7 +6,7 @@ namespace {
 
 using Stride = std::optional<int64_t>;
 
-// What both kernels take: the launch over the scores.
+// The launch over the scores, with the values that both kernels share.
 struct Call {
   Kernel kernel;
   bool is_aligned;
