@@ -59,7 +59,7 @@ def interpreted():
 
     def launch(function, x, y, z, threads, shared_bytes, stream, parameters):
         try:
-            request, places = _asked[function], iter(range(64))
+            request, places = _asked[function], iter(range(96))
             started.append((request.function.fn.__name__, stream, fake.fake_context(), "".join(request.letters())))
             arguments = request.arguments(lambda letter: value_at(parameters[next(places)], letter))
             request.function[(x, y, z)](*arguments, **request.constants)

@@ -52,6 +52,25 @@ CALLS = {
     "lengths": (
         lambda q, k, v: scaled_dot_product_attention(q, k, v, key_lengths=torch.tensor([7, 0])), [(2, 2, 20, 16)] * 3,
     ),
+    "masked": (
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, torch.arange(40).view(1, 1, 1, 40) % 7 > 1),
+        [(2, 3, 40, 16)] * 3,
+    ),
+    "mask of a head, causal, dropout, lengths": (
+        lambda q, k, v: scaled_dot_product_attention(
+            q, k, v, torch.arange(2 * 130 * 40).view(1, 2, 130, 40) // 640 % 3 > 0, 0.3, True,
+            key_lengths=torch.tensor([33, 40]), seed=SEED, enable_gqa=True,
+        ),
+        [(2, 2, 130, 24), (2, 1, 40, 24), (2, 1, 40, 40)],
+    ),
+    "added mask": (
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, -torch.arange(70.0).view(70, 1) * 0.1, scale=0.5),
+        [(2, 2, 70, 16)] * 3,
+    ),
+    "masked, split keys": (
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, torch.arange(520).view(1, 520) % 5 > 0),
+        [(1, 1, 2, 16), *[(1, 1, 520, 16)] * 2],
+    ),
     "split keys": (lambda q, k, v: scaled_dot_product_attention(q, k, v), [(1, 1, 2, 16), *[(1, 1, 520, 16)] * 2]),
     "packed": (
         lambda q, k, v: varlen_attn(q, k, v, OFFSETS, OFFSETS, 5, 5, dropout_p=0.3, window_size=(-1, 0), seed=SEED),
@@ -159,7 +178,6 @@ def test_what_the_launcher_leaves(monkeypatch):
     monkeypatch.setattr(register, "choose", lambda op, args: asked.append(op) or "reference")
     q, half = torch.randn(1, 2, 20, 16).bfloat16(), {"dropout_p": 0.5}
     calls = [
-        lambda: scaled_dot_product_attention(q, q, q, torch.ones(20, 20), **half),
         lambda: scaled_dot_product_attention(q, q, q, scale=-1.0, **half),
         lambda: scaled_dot_product_attention(q.float(), q.float(), q.float(), **half),
         lambda: scaled_dot_product_attention(*[q.expand(1, 2, -1, -1).repeat(1, 1, 60, 1)] * 3, **half),
@@ -221,6 +239,22 @@ def test_a_refused_backward_pass():
     assert usual.call_args.args[0] == "triton"
 
 
+def test_the_gradient_of_a_mask():
+    """The usual backward pass serves a call whose mask needs a gradient."""
+    query = torch.randn(2, 2, 40, 16).bfloat16().requires_grad_()
+    mask = torch.randn(2, 1, 40, 1).requires_grad_()
+
+    def outcome():
+        out = scaled_dot_product_attention(query, query, query, mask)
+        return out, *torch.autograd.grad(out, (query, mask), torch.ones_like(out))
+
+    with fastattn.backend("triton"):
+        wanted = outcome()
+    with interpreted() as started:
+        assert all(map(torch.equal, outcome(), wanted))
+    assert [start[0] for start in started] == ["cover_kernel", "list_kernel", "forward_kernel"]
+
+
 def test_a_hook_before_the_backward_pass():
     """Triton's own launcher, which calls hooks, starts the backward pass if a hook came after the forward pass."""
     x = X.clone().requires_grad_()
@@ -245,6 +279,6 @@ def test_the_bytes_of_a_launch():
     assert status == 0, output
     found = last_json(output)
     assert found["differ"] == []
-    kernels = {"_dropout", "_forward", "_backward", "_reduce", "forward_kernel", "merge_kernel"}
-    assert set(found["launches"]) == kernels | {"grad_query_kernel", "grad_key_value_kernel"}
+    kernels = {"_dropout", "_forward", "_backward", "_reduce", "forward_kernel", "merge_kernel", "cover_kernel"}
+    assert set(found["launches"]) == kernels | {"list_kernel", "grad_query_kernel", "grad_key_value_kernel"}
     assert found["hooks"] == [True, False, True]

@@ -137,6 +137,8 @@ def run(both):
         fastattn.scaled_dot_product_attention(
             query, key, key, dropout_p=0.2, key_lengths=lengths, enable_gqa=True, window_size=(9, 0)
         ).sum().backward()
+    query = torch.randn(2, 4, 300, 64, dtype=half, requires_grad=True)
+    fastattn.scaled_dot_product_attention(query, query, query, torch.randn(2, 1, 300, 300), 0.1, True).sum().backward()
     scores, mask = torch.randn(2, 3, 20, 33, dtype=half).transpose(1, 2), torch.randn(2, 1, 3, 1, requires_grad=True)
     fastattn.softmax_dropout(scores, 0.1, mask, is_causal=True).sum().backward()
     fastattn.dropout(torch.randn(4, 20, 17)[:, ::2], 0.1)

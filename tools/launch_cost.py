@@ -30,6 +30,7 @@ def operands(*shapes):
 
 
 OFFSETS = torch.tensor([0, 32, 64])
+PADDING = torch.arange(32).view(1, 1, 1, 32) < torch.tensor([32, 20]).view(2, 1, 1, 1)
 CALLS = {
     "dropout": (lambda x: fastattn.dropout(x, 0.1), [(4, 512)]),
     "layer_norm": (lambda x, w, b: fastattn.layer_norm(x, (512,), w, b), [(4, 512), (512,), (512,)]),
@@ -41,6 +42,10 @@ CALLS = {
     "attention": (fastattn.scaled_dot_product_attention, [(2, 8, 32, 64)] * 3),
     "attention, causal, dropout": (
         lambda q, k, v: fastattn.scaled_dot_product_attention(q, k, v, None, 0.1, True),
+        [(2, 8, 32, 64)] * 3,
+    ),
+    "attention, padding by mask": (
+        lambda q, k, v: fastattn.scaled_dot_product_attention(q, k, v, PADDING),
         [(2, 8, 32, 64)] * 3,
     ),
     "varlen_attn, dropout": (

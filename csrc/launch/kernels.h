@@ -31,9 +31,8 @@ void run(const Attention&, float* workspace, Place);
 int64_t workspace(const AttentionBackward&, Place);
 void run(const AttentionBackward&, float* workspace, Place);
 
-// Whether these kernels serve a plain call, forward and backward. They read both sides through pointers, and no mask:
-// Python makes tensor descriptors and lists of tiles. float32 is left to Python too, where torch's setting of tf32
-// counts.
+// Whether these kernels serve a plain call. They read both sides through pointers: Python makes tensor descriptors.
+// float32 is left to Python too, where torch's setting of tf32 counts.
 bool serves(const Attention&);
 
 // Python's answer to a request: first for a kernel with its settings, then for a kernel with the types of its arguments

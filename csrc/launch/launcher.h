@@ -28,6 +28,12 @@ struct Pointer {
   Dtype dtype;
 };
 
+// A tensor's memory of another dtype, by its letter: u is uint8, c int8, w int32.
+struct Memory {
+  const void* data;
+  char letter;
+};
+
 // The named tuple of this class in Python.
 template <class... Fields>
 struct Named {
@@ -60,7 +66,7 @@ class Kernel {
 
  private:
   // The request: the kernel's name, device and settings, then one letter per argument, and Name(...) per named tuple.
-  static constexpr int kText = 512, kValues = 64;
+  static constexpr int kText = 768, kValues = 96;
   char text_[kText];
   int length_ = 0, count_ = 0;
   uint64_t values_[kValues];  // an argument's bytes
@@ -103,6 +109,7 @@ class Kernel {
       case Dtype::boolean: return value('t', (uint64_t)pointer.data);
     }
   }
+  void add(const Memory& memory) { value(memory.letter, (uint64_t)memory.data); }
   template <class Argument>
   void add(const std::optional<Argument>& argument) {
     argument ? add(*argument) : write('n');

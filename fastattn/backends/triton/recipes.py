@@ -30,6 +30,7 @@ from fastattn.backends.triton.visibility import Window
 
 _POINTERS = {
     "f": torch.float32, "b": torch.bfloat16, "h": torch.float16, "l": torch.int64, "t": torch.bool,
+    "u": torch.uint8, "c": torch.int8, "w": torch.int32,
 }  # fmt: skip
 # Triton's types that agree with a letter. The kernel may declare more bits for an integer than its value needs.
 _TYPES = {"i": ("i32", "i64"), "j": ("i64",), "r": ("fp32",)}

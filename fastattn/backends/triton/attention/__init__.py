@@ -159,7 +159,7 @@ class _Call:
         launch(
             list_kernel, (batch * heads * own_tiles,), self.device, self.problem.sequences, self.problem.window,
             Cover(cover, batch_stride, head_stride, stride_q, stride_k), lists, heads, own_tiles, count,
-            SIZE=own, BLOCK=other, LOWER_RIGHT=self.lower_right, KEYS_OWN=keys_own, CHUNK=128,
+            **_list_constants(self.device, own, other, self.lower_right, keys_own),
         )  # fmt: skip
         return (
             TileLists(lists, _stride(lists, 0), _stride(lists, 1), lists.stride(2), count),
@@ -315,33 +315,48 @@ def _merge_constants(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_constants(
-    kernel: str, modes: dict[str, bool], device: torch.device, is_bfloat16: int, head_dim: int, value_head_dim: int,
-    is_packed: int, is_aligned: int, are_all_aligned: int, lower_right: int,
+    kernel: str, modes: tuple[str, ...], device: torch.device, is_bfloat16: int, head_dim: int, value_head_dim: int,
+    is_packed: int, is_aligned: int, are_all_aligned: int, lower_right: int, is_masked: int, is_prescaled: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the constexprs and options of a kernel of a call that csrc/launch serves.
 
     Args:
+        modes: further constexprs of the kernel.
         is_aligned: of query, key and value, on which the tile depends; ``are_all_aligned``: of what else is accessed.
+        is_prescaled: the mask is a float one.
     """
     dtype, largest = torch.bfloat16 if is_bfloat16 else torch.float16, max(head_dim, value_head_dim)
     is_irregular = is_packed or head_dim != value_head_dim or largest & (largest - 1)
-    kind = "irregular" if is_irregular else "pointers"
+    kind = "masked" if is_masked else "irregular" if is_irregular else "pointers"
     tile = tiles.choose(kernel, dtype, largest, kind, bool(is_aligned), device)
     constants = _constants(
         tile, dtype, head_dim, value_head_dim, bool(are_all_aligned), bool(lower_right), is_tf32=False
     )
-    return constants | modes
+    values = {"PRESCALED": bool(is_prescaled), "FOLD_SUM": not is_prescaled}
+    return constants | {mode: values[mode] for mode in modes}
 
 
 def _plain_merge_constants(*settings: Any) -> dict[str, Any]:
-    return _merge_constants(_plain_constants("forward", {}, *settings))
+    return _merge_constants(_plain_constants("forward", (), *settings))
 
 
-_FORWARD, _BACKWARD = {"PRESCALED": False}, {"PRESCALED": False, "FOLD_SUM": True}
+def _cover_constants(device: torch.device, block_m: int, block_n: int) -> dict[str, Any]:
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n}
+
+
+def _list_constants(device: torch.device, size: int, block: int, lower_right: int, keys_own: int) -> dict[str, Any]:
+    return {
+        "SIZE": size, "BLOCK": block, "LOWER_RIGHT": bool(lower_right), "KEYS_OWN": bool(keys_own), "CHUNK": 128,
+    }  # fmt: skip
+
+
+_FORWARD, _BACKWARD = ("PRESCALED",), ("PRESCALED", "FOLD_SUM")
 RECIPES = {  # what csrc/launch starts
     "attention.forward": (forward_kernel, functools.partial(_plain_constants, "forward", _FORWARD)),
     "attention.forward_few": (forward_kernel, functools.partial(_plain_constants, "forward_few", _FORWARD)),
     "attention.merge": (merge_kernel, _plain_merge_constants),
+    "attention.cover": (cover_kernel, _cover_constants),
+    "attention.list": (list_kernel, _list_constants),
     "attention.grad_query": (grad_query_kernel, functools.partial(_plain_constants, "grad_query", _BACKWARD)),
     "attention.grad_key_value": (
         grad_key_value_kernel, functools.partial(_plain_constants, "grad_key_value", _BACKWARD),
