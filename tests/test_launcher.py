@@ -239,6 +239,32 @@ def test_a_refused_backward_pass():
     assert usual.call_args.args[0] == "triton"
 
 
+EMPTY = {
+    "no rows": (lambda x, w: layer_norm(x, (8,), w), [(0, 8), (8,)]),
+    "no keys": (lambda q, k: scaled_dot_product_attention(q, k, k), [(1, 2, 5, 16), (1, 2, 0, 16)]),
+    "no queries": (lambda q, k: scaled_dot_product_attention(q, k, k), [(1, 2, 0, 16), (1, 2, 5, 16)]),
+    "no scores": (lambda x: softmax_dropout(x, 0.3, seed=SEED), [(2, 0, 3, 4)]),
+    "no columns": (lambda x: softmax_dropout(x), [(2, 1, 3, 0)]),
+    "no elements": (lambda x: dropout(x, 0.3, seed=SEED), [(0, 4)]),
+}
+
+
+@pytest.mark.filterwarnings("error:fastattn")
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_operands(name):
+    call, shapes = EMPTY[name]
+    operands = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+
+    def outcome():
+        out = call(*operands)
+        return out, *torch.autograd.grad(out, operands, torch.ones_like(out), materialize_grads=True)
+
+    with fastattn.backend("triton"):
+        wanted = outcome()
+    with interpreted():
+        assert all(map(torch.equal, outcome(), wanted))
+
+
 def test_the_gradient_of_a_mask():
     """The usual backward pass serves a call whose mask needs a gradient."""
     query = torch.randn(2, 2, 40, 16).bfloat16().requires_grad_()

@@ -38,10 +38,11 @@ struct Backend {
  private:
   template <class Problem>
   void run_with_workspace(const Problem& problem) const {
-    const int64_t floats = triton::workspace(problem, place);
     std::optional<Tensor> workspace;
-    if (floats > 0) workspace = empty({floats}, Dtype::float32, device);
-    triton::run(problem, workspace ? workspace->mutable_data_ptr<float>() : nullptr, place);
+    triton::run(problem, place, [&](int64_t floats) {
+      if (floats > 0) workspace = empty({floats}, Dtype::float32, device);
+      return floats > 0 ? workspace->mutable_data_ptr<float>() : nullptr;
+    });
   }
 };
 

@@ -11,7 +11,8 @@ bool serves(const Attention& a) {
   constexpr int64_t kDescriptorRows = 1024;  // DESCRIPTOR_ROWS in Python
   constexpr float kHuge = FLT_MAX / 1.5f;
   const bool short_rows = a.seqlen_q < kDescriptorRows && a.seqlen_k < kDescriptorRows;
-  return (short_rows || a.cu_seq_q) && a.dtype != Dtype::float32 && a.scale > 0 && a.scale <= kHuge;
+  const bool has_pairs = a.rows > 0 && a.seqlen_k > 0;  // an empty operand has no address
+  return has_pairs && (short_rows || a.cu_seq_q) && a.dtype != Dtype::float32 && a.scale > 0 && a.scale <= kHuge;
 }
 
 namespace {
@@ -107,13 +108,9 @@ int64_t split_floats(const Attention& a, const Plan& plan) {
 
 }  // namespace
 
-int64_t workspace(const Attention& a, Place place) {
-  const Plan plan(a, place);
-  return split_floats(a, plan) + list_floats(a, plan.kernel, false);
-}
-
-void run(const Attention& a, float* workspace, Place place) {
+void run(const Attention& a, Place place, const Allocate& allocate) {
   Plan plan(a, place);
+  float* workspace = allocate(split_floats(a, plan) + list_floats(a, plan.kernel, false));
   const auto [lists, seen] = make_lists(a, plan.kernel, false, workspace + split_floats(a, plan), place);
   const OptionalHeads residual = a.residual.data ? OptionalHeads(heads_of(a.residual, a.dtype)) : std::nullopt;
   const auto problem = problem_of(a);

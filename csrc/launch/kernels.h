@@ -1,5 +1,7 @@
 // Launches of Triton's kernels. Operands are in device memory.
 #pragma once
+#include <functional>
+
 #include "../common/attention.h"
 #include "../common/dropout.h"
 #include "../common/layer_norm.h"
@@ -20,16 +22,12 @@ void run(const LayerNorm&, Place);
 void run(const SoftmaxDropout&, Place);
 void run(const SoftmaxDropoutBackward&, Place);
 
-// The launches below need a workspace, 16-byte aligned. Its size is in floats and may be 0.
+// Returns a workspace of so many floats, 16-byte aligned, or null for 0.
+using Allocate = std::function<float*(int64_t floats)>;
 
-int64_t workspace(const LayerNormBackward&, Place);
-void run(const LayerNormBackward&, float* workspace, Place);
-
-int64_t workspace(const Attention&, Place);
-void run(const Attention&, float* workspace, Place);
-
-int64_t workspace(const AttentionBackward&, Place);
-void run(const AttentionBackward&, float* workspace, Place);
+void run(const LayerNormBackward&, Place, const Allocate&);
+void run(const Attention&, Place, const Allocate&);
+void run(const AttentionBackward&, Place, const Allocate&);
 
 // Whether these kernels serve a plain call. They read both sides through pointers: Python makes tensor descriptors.
 // float32 is left to Python too, where torch's setting of tf32 counts.

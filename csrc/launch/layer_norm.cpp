@@ -21,6 +21,7 @@ int64_t programs_of(const LayerNormBackward& p, const Kernel& kernel) {
 
 void run(const LayerNorm& p, Place place) {
   const int64_t rows = p.matrices * p.rows;
+  if (p.columns == 0) throw NotServed("fastattn: no columns");  // an empty operand has no address
   const int64_t bits = p.columns | address(p.input) | address(p.residual) | address(p.weight) | address(p.bias) |
                        p.input_row | p.residual_row;
   Kernel kernel("layer_norm.forward", place, {padded(p.columns), bits % 16 == 0, fits_int32(rows)});
@@ -30,15 +31,12 @@ void run(const LayerNorm& p, Place place) {
                p.input_row, p.residual_row, p.eps);
 }
 
-// The sums of each program for the gradients of weight and bias: (2, programs, columns).
-int64_t workspace(const LayerNormBackward& p, Place place) {
-  return p.grad_weight || p.grad_bias ? 2 * programs_of(p, kernel_of(p, place)) * p.columns : 0;
-}
-
-void run(const LayerNormBackward& p, float* partial, Place place) {
+void run(const LayerNormBackward& p, Place place, const Allocate& allocate) {
+  if (p.matrices * p.rows * p.columns == 0) throw NotServed("fastattn: Python writes the gradients of no rows");
   Kernel kernel = kernel_of(p, place);
   const int64_t programs = programs_of(p, kernel);
-  if (!p.grad_weight && !p.grad_bias) partial = nullptr;
+  // The sums of each program for the gradients of weight and bias: (2, programs, columns).
+  float* partial = allocate(p.grad_weight || p.grad_bias ? 2 * programs * p.columns : 0);
   kernel.start(programs, 1, Pointer{p.grad_out, p.grad_out_dtype}, Pointer{p.grad_sum, p.dtype}, Pointer{p.x, p.dtype},
                p.mean, p.rstd, Pointer{p.weight, p.weight_dtype}, drop_of(p.seed, p.threshold),
                Pointer{p.grad_input, p.input_dtype}, Pointer{p.grad_x, p.dtype}, partial, p.matrices * p.rows,
