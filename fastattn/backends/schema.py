@@ -329,6 +329,9 @@ SCHEMAS = {name: name + _schema(*signature) for functions in _STEMS.values() for
 for _name, _settings in _FAST_PATHS.items():
     SCHEMAS |= _fast_schemas(_name, _settings)
 SCHEMAS["attention_fast_defaults"] = "attention_fast_defaults(Tensor query, Tensor key, Tensor value) -> Tensor"
-# Operations that the libraries define themselves: facts about them (csrc/bindings/library.cpp, limits.cpp).
-OWN = ("contract", "operations", "isa", "isas", "machine_isas", "compiled_isas", "set_isa", "multiply_add")
+# Operations that the libraries define themselves (csrc/bindings: library.cpp, limits.cpp, launcher.cpp).
+OWN = (
+    *("contract", "operations", "isa", "isas", "machine_isas", "compiled_isas", "set_isa", "multiply_add"),
+    *("set_compile", "set_driver"),
+)
 CONTRACT = hashlib.sha256(repr((SCHEMAS, OWN)).encode()).hexdigest()[:12]  # compiled into the libraries
