@@ -209,8 +209,8 @@ def test_which_library_serves_a_gpu(monkeypatch):
     gpu, capability = torch.device("cuda", 0), (9, 0)
     for module in (cuda, backend):
         monkeypatch.setattr(module, "capability", lambda device: capability)
-    monkeypatch.setattr(cuda, "_has_code", lambda device: capability >= (8, 0))
-    monkeypatch.setattr(cuda, "FUNCTIONS", dict.fromkeys(("attention", "layer_norm"), print))
+    monkeypatch.setattr(cuda, "_has_code", lambda device, capabilities: capability >= (8, 0))
+    monkeypatch.setattr(cuda, "FUNCTIONS", dict.fromkeys(("attention", "layer_norm", "varlen_attention"), print))
     small, large = torch.empty(4, 8), torch.empty(2**22, 8)
     rows, attention = cuda.plain("layer_norm", gpu), cuda.plain("attention", gpu)
     assert rows([small])

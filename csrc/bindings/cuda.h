@@ -34,8 +34,9 @@ struct Backend {
     stream = (cudaStream_t)current;
   }
 
-  // Whether a fast path's call of attention can be served, with what a backward pass reads if `keep`.
-  static bool serves(const Attention& a, bool keep) { return !keep && a.threshold == 0 && !a.key_lengths; }
+  // Whether a fast path's call of attention can be served, with what a backward pass reads if `keep`. The kernel for
+  // Hopper serves none of them.
+  static bool serves(const Attention& a, bool keep) { return !keep && cuda::is_for_decoding(a) && !a.key_lengths; }
 
   template <class Problem>
   void run(const Problem& problem) const {

@@ -12,6 +12,15 @@ namespace fastattn::triton {
 namespace {
 
 // The functions of other libraries, which no install has to have: those of CUDA's driver, and one of libtorch_cuda.
+// dlopen and dlsym were in libdl before glibc 2.34. Their first versions are in every glibc, so wheels load everywhere.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver dlopen, dlopen@GLIBC_2.2.5");
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver dlopen, dlopen@GLIBC_2.17");
+__asm__(".symver dlsym, dlsym@GLIBC_2.17");
+#endif
+
 struct Driver {
   int (*get_context)(void** context);
   int (*set_context)(void* context);

@@ -51,9 +51,9 @@ def compiled() -> dict[str, Callable[..., Any]]:
 def plain(op: str, device: torch.device) -> Callable[[Sequence[Any]], bool] | None:
     """Return what says whether the fast path of ``op`` asks this library, from its arguments; None: never.
 
-    It asks for the calls for which ``choose`` takes this backend.
+    It asks for the calls for which ``choose`` takes this backend: none of packed sequences, which ``withheld`` keeps.
     """
-    if device.type != DEVICE or op not in FUNCTIONS or not _has_code(device):
+    if device.type != DEVICE or op not in FUNCTIONS or op == "varlen_attention" or not _has_code(device, CAPABILITIES):
         return None
     return _is_decoding if op == "attention" else lambda values: values[0].nbytes < SMALL_ROWS
 
@@ -68,8 +68,8 @@ def _is_decoding(values: Sequence[Any]) -> bool:
 
 
 @functools.cache
-def _has_code(device: torch.device) -> bool:
-    return any(first <= capability(device) <= last for first, last in CAPABILITIES)
+def _has_code(device: torch.device, capabilities: tuple[tuple[tuple[int, int], tuple[int, int]], ...]) -> bool:
+    return any(first <= capability(device) <= last for first, last in capabilities)
 
 
 def refusal(op: str, args: AnyArgs) -> str | None:
@@ -78,7 +78,7 @@ def refusal(op: str, args: AnyArgs) -> str | None:
     if reason:
         return reason
     device = device_of(args)
-    if device.type == "cuda" and not _has_code(device):
+    if device.type == "cuda" and not _has_code(device, CAPABILITIES):
         return "its library has no code for this GPU's compute capability, {}.{}".format(*capability(device))
     if op not in FUNCTIONS:
         return f"it has no {op}"

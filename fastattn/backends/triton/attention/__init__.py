@@ -327,7 +327,9 @@ def _plain_constants(
     """
     dtype, largest = torch.bfloat16 if is_bfloat16 else torch.float16, max(head_dim, value_head_dim)
     is_irregular = is_packed or head_dim != value_head_dim or largest & (largest - 1)
-    kind = "masked" if is_masked else "irregular" if is_irregular else "pointers"
+    kind = "irregular" if is_irregular else "pointers"
+    if is_masked:
+        kind = "float_masked" if is_prescaled else "masked"
     tile = tiles.choose(kernel, dtype, largest, kind, bool(is_aligned), device)
     constants = _constants(
         tile, dtype, head_dim, value_head_dim, bool(are_all_aligned), bool(lower_right), is_tf32=False
