@@ -10,20 +10,18 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff(), kLowest = -3.4028234663852886e38f;
 
-// Return the summand of a score from the mask's element at an address. -inf hides the key.
-__device__ inline float mask_value(Dtype dtype, const void* at) {
+// Return the summand of a score from an element of the mask. -inf hides the key.
+__device__ inline float mask_value(Dtype dtype, const void* data, int64_t index = 0) {
   switch (dtype) {
-    case Dtype::float32: return *(const float*)at;
-    case Dtype::bfloat16: return to_float(*(const bfloat16*)at);
-    case Dtype::float16: return to_float(*(const float16*)at);
+    case Dtype::float32: return ((const float*)data)[index];
+    case Dtype::bfloat16: return to_float(((const bfloat16*)data)[index]);
+    case Dtype::float16: return to_float(((const float16*)data)[index]);
     case Dtype::boolean: break;
   }
-  return *(const uint8_t*)at ? 0.0f : -kInfinity;
+  return ((const uint8_t*)data)[index] ? 0.0f : -kInfinity;
 }
 
-__device__ inline float mask_value(const Mask& mask, int64_t index) {
-  return mask_value(mask.dtype, (const char*)mask.data + index * size_of(mask.dtype));
-}
+__device__ inline float mask_value(const Mask& mask, int64_t index) { return mask_value(mask.dtype, mask.data, index); }
 
 }  // namespace
 }  // namespace fastattn::cuda
