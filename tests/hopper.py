@@ -343,6 +343,22 @@ def ordered(library):
     yield f"{int((out != wanted).sum())} of {wanted.numel()} differ"
 
 
+def warp_products(library):
+    """Sums of products of single warps, in blocks that are resident together."""
+    blocks, warps, rounds = 16, 2, 20
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-8, 9, (blocks * warps, 16, n), generator=generator).float() for n in (16, 8))
+    # (warp, row / 8, row % 8, depth / 8, depth % 8 / 2, depth % 2) by (warp, lane, word, half)
+    of_a = a.view(-1, 2, 8, 2, 4, 2).permute(0, 2, 4, 3, 1, 5).reshape(-1, 32, 8)
+    # (warp, depth / 8, depth % 8 / 2, depth % 2, column)
+    of_b = b.view(-1, 2, 4, 2, 8).permute(0, 4, 2, 1, 3).reshape(-1, 32, 4)
+    words = torch.cat([of_a, of_b], -1).bfloat16().contiguous().view(torch.int32)
+    out = torch.full((blocks * warps, 8, 4, 2, 2), torch.nan)  # (warp, row % 8, column / 2, row / 8, column % 2)
+    call(library, "warp_products", blocks, words, rounds, out)
+    found = out.permute(0, 3, 1, 2, 4).reshape(-1, 16, 8)
+    yield f"{int((found != rounds * (a @ b)).sum())} of {found.numel()} differ"
+
+
 def registers(library):
     """Digest of 200 registers per thread after some rounds."""
     out = torch.full((256,), -1, dtype=torch.int32)
@@ -369,8 +385,8 @@ def arithmetic(library):
 
 
 FUNCTIONS = (
-    sums, a_words, numbers, b_bytes, a_bytes, base_offset, tiles, barriers, turns, ordered, registers, matrices,
-    arithmetic,
+    sums, a_words, numbers, b_bytes, a_bytes, base_offset, tiles, barriers, turns, ordered, warp_products, registers,
+    matrices, arithmetic,
 )  # fmt: skip
 BY_NAME = {function.__name__: function for function in FUNCTIONS}
 

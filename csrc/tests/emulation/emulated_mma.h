@@ -11,14 +11,18 @@ inline float number(uint32_t bits, bool is_bfloat16) {
   return is_bfloat16 ? __bfloat162float(__nv_bfloat16_raw{half}) : __half2float(__half_raw{half});
 }
 
+// A lane's elements of A and B.
+struct Fragment {
+  uint32_t a[4], b[2];
+};
+
+// Return the running warp's fragments, by lane.
+Fragment* fragments();
+
 // Compute C += A B. Each lane shows its elements of A and B to the others.
 inline void mma_16x8x16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1, bool is_bfloat16) {
-  struct Shown {
-    uint32_t a[4], b[2];
-  };
-  static Shown shown[1024];
   const unsigned lane = emulation::lane(), row = lane / 4, column = lane % 4 * 2;
-  Shown* warp = shown + threadIdx.x / 32 * 32;
+  Fragment* const warp = fragments();
   __syncwarp();  // all lanes have read the elements of the instruction before
   warp[lane] = {{a.x, a.y, a.z, a.w}, {b0, b1}};
   __syncwarp();

@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "emulated_mma.h"
+
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
@@ -50,6 +52,7 @@ struct Fiber : Operation {
 struct Block {
   uint3 index;
   std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Fragment> fragments;  // by thread
   std::shared_ptr<Asynchronous> asynchronous;
 };
 
@@ -251,6 +254,7 @@ void start_block(Block& fresh, uint64_t index, size_t shared_bytes) {
     fiber->finished = fiber->waiting = fiber->is_polling = false, fiber->until = nullptr;
     fiber->place = {"the beginning", 0};
   }
+  fresh.fragments.resize(fresh.fibers.size());
   fresh.asynchronous = shared_bytes ? begin_block(shared_bytes, threads) : nullptr;
 }
 
@@ -362,6 +366,8 @@ uint64_t random_below(uint64_t n) {
 int thread() { return current; }
 
 unsigned lane() { return (unsigned)current % kWarp; }
+
+Fragment* fragments() { return &block->fragments[(size_t)(current / kWarp * kWarp)]; }
 
 Place last_wait() { return fiber_of(current).place; }
 

@@ -1,9 +1,10 @@
 // Small kernels, each of which shows a fact about Hopper's instructions: where they read and write, and what they wait
 // for. tests/hopper.py runs them in the emulation and on a GPU, and compares the results with one file.
 //
-// Kernels run in one block of threads, except the ordered sums. Results are 32-bit words.
+// Kernels run in one block of threads, except the ordered sums and the products of warps. Results are 32-bit words.
 #include "../../cuda/hopper.h"
 #include "../../cuda/launch.h"
+#include "../../cuda/mma.h"
 #include "start.h"
 
 namespace fastattn::cuda {
@@ -200,6 +201,17 @@ __global__ void __launch_bounds__(3 * kWarpgroup, 1) register_kernel(const uint3
   out[threadIdx.x - kWarpgroup] = all;
 }
 
+// Store the sum of `rounds` equal products of each warp, (blocks, threads, 4). `words` (blocks, threads, 6) has A, then
+// B.
+__global__ void warp_product_kernel(const uint32_t* words, int rounds, float* out) {
+  const size_t thread = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  const uint32_t* const own = words + 6 * thread;
+  float sums[4] = {};
+  for (int round = 0; round < rounds; ++round)
+    mma_16x8x16(sums, uint4{own[0], own[1], own[2], own[3]}, own[4], own[5], bfloat16());
+  for (int i = 0; i < 4; ++i) out[4 * thread + (size_t)i] = sums[i];
+}
+
 // Store matrices whose elements name their lane, register and half.
 __global__ void matrix_kernel(uint32_t* out) {
   uint8_t* const shared = dynamic_shared();
@@ -281,6 +293,12 @@ FASTATTN_EXPORT const char* hopper_ordered(int blocks, const float* from, int n,
 
 FASTATTN_EXPORT const char* hopper_registers(const uint32_t* in, int rounds, uint32_t* out, cudaStream_t stream) {
   return attempt([&] { launch(register_kernel, dim3(1), 3 * kWarpgroup, kSharedAlignment, stream, in, rounds, out); });
+}
+
+FASTATTN_EXPORT const char* hopper_warp_products(int blocks, const uint32_t* words, int rounds, float* out,
+                                                 cudaStream_t stream) {
+  return attempt(
+      [&] { launch(warp_product_kernel, dim3((unsigned)blocks), 64, kSharedAlignment, stream, words, rounds, out); });
 }
 
 FASTATTN_EXPORT const char* hopper_matrices(uint32_t* out, cudaStream_t stream) {
