@@ -50,12 +50,10 @@ def interpreted():
             request = recipes.Request(text.decode())
             found = recipe.contents
             found.block_m, found.block_n = request.constants.get("BLOCK_M", 0), request.constants.get("BLOCK_N", 0)
-            found.multiprocessors, found.function, found.threads = 132, len(_asked), 32
+            found.multiprocessors, found.function, found.threads, found.is_served = 132, len(_asked), 32, True
             _asked.append(request)
         except BaseException as error:
             errors.append(error)
-            return 1
-        return 0
 
     def launch(function, x, y, z, threads, shared_bytes, stream, parameters):
         try:

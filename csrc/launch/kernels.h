@@ -40,10 +40,11 @@ struct Recipe {
   int32_t threads, shared_bytes;
   int32_t block_m, block_n;  // The block of the kernel.
   int32_t multiprocessors;   // The device's number of them.
+  int32_t is_served;         // 0: Triton has to start the kernel.
 };
 
-// Writes the answer to a request. Returns 0, or 1 if Triton has to start the kernel.
-using Compile = int (*)(const char* request, Recipe* answer);
+// Writes the answer to a request into zeros.
+using Compile = void (*)(const char* request, Recipe* answer);
 
 void set_compile(Compile);
 

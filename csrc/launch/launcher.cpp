@@ -101,25 +101,24 @@ class CurrentDevice {
 
 Compile compile;
 std::mutex lock;
-std::map<std::string, Recipe, std::less<>> recipes;  // by request; threads < 0: Triton has to start the kernel
+std::map<std::string, Recipe, std::less<>> recipes;  // by request
+
+const Recipe& served(const Recipe& recipe) {
+  if (!recipe.is_served) throw NotServed("fastattn: Triton has to start this kernel");
+  return recipe;
+}
 
 const Recipe& recipe_of(const char* request, int length) {
   {
     const std::lock_guard<std::mutex> hold(lock);
     const auto found = recipes.find(std::string_view(request, (size_t)length));
-    if (found != recipes.end()) {
-      if (found->second.threads < 0) throw NotServed("fastattn: Triton has to start this kernel");
-      return found->second;
-    }
+    if (found != recipes.end()) return served(found->second);
   }
   Recipe answer = {};
   if (!compile) throw NotServed("fastattn: nothing compiles Triton's kernels");
-  const bool served = compile(request, &answer) == 0;  // without the lock: it compiles, and runs Python
-  if (!served) answer.threads = -1;
+  compile(request, &answer);  // without the lock: it compiles, and runs Python
   const std::lock_guard<std::mutex> hold(lock);
-  const Recipe& kept = recipes.emplace(std::string(request, (size_t)length), answer).first->second;
-  if (!served) throw NotServed("fastattn: Triton has to start this kernel");
-  return kept;
+  return served(recipes.emplace(std::string(request, (size_t)length), answer).first->second);
 }
 
 }  // namespace

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,23 +48,23 @@ class Recipe(ctypes.Structure):
         ("block_m", ctypes.c_int32),
         ("block_n", ctypes.c_int32),
         ("multiprocessors", ctypes.c_int32),
+        ("is_served", ctypes.c_int32),
     )
 
 
-COMPILE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(Recipe))
+COMPILE = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(Recipe))
 
 
-def answer(request: bytes, recipe: Any) -> int:
-    """Write the answer to a request into ``recipe``. Return 1 if Triton itself has to start the kernel, else 0."""
-    try:
-        asked = Request(request.decode())
-        found, constants = recipe.contents, asked.constants
-        found.block_m, found.block_n = constants.get("BLOCK_M", 0), constants.get("BLOCK_N", 0)
-        found.multiprocessors = multiprocessors(asked.device)
-        return int(bool(asked.tokens) and not _compile(found, asked))
-    except Exception as error:  # an exception cannot pass through C++
-        warnings.warn(f"fastattn: Triton's own launcher serves {request.decode()}: {error!r}", stacklevel=2)
-        return 1
+def answer(request: bytes, recipe: Any) -> None:
+    """Write the answer to a request into ``recipe``.
+
+    An exception cannot pass through C++. ctypes hands it to ``sys.unraisablehook``, and Triton starts the kernel.
+    """
+    asked = Request(request.decode())
+    found, constants = recipe.contents, asked.constants
+    found.block_m, found.block_n = constants.get("BLOCK_M", 0), constants.get("BLOCK_N", 0)
+    found.multiprocessors = multiprocessors(asked.device)
+    found.is_served = not asked.tokens or _compile(found, asked)
 
 
 def device_at(index: int) -> torch.device:
