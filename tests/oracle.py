@@ -268,6 +268,15 @@ def gradients(function, tensors, seeds=0, positive=False):
     return tuple(o.detach() for o in outputs), got
 
 
+def both_passes(function, tensors):
+    """Return the results without and with a gradient, and the gradients of fixed weights of the result."""
+    with torch.no_grad():
+        found = [function(*tensors)]
+    found.append(function(*tensors))
+    weight = torch.linspace(-1, 1, found[1].numel()).reshape(found[1].shape).to(found[1].dtype)
+    return found + list(torch.autograd.grad(found[1], tensors, weight, materialize_grads=True))
+
+
 def assert_same_bits(function, tensors):
     """Assert that results and gradients of function(*tensors) have the same bits in every run, on 1 to 3 threads."""
     runs = []

@@ -49,9 +49,11 @@ def backend(cuda):
 
 @pytest.fixture
 def controls(cuda):
-    """Yield the emulation's controls, or None on a GPU.
+    """Yield the emulation's controls, or None on a GPU. ``set_multiprocessors`` says for how many keys are split."""
+    yield from emulated_controls()
 
-    The keys are split for as many multiprocessors as ``set_multiprocessors`` says."""
+
+def emulated_controls():
     if not IS_EMULATED:
         yield None
         return

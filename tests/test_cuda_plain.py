@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from conftest import DEVICE, require
+from oracle import both_passes
 
 import emulation
 import fastattn
@@ -36,29 +37,20 @@ def test_the_fast_path(name, monkeypatch):
     require("cuda")
     call, shapes = PLAIN[name]
     operands = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
-    weight = None
-
-    def outcome():
-        nonlocal weight
-        with torch.no_grad():
-            found = [call(*operands)]
-        found.append(call(*operands))
-        weight = torch.randn(found[1].shape).bfloat16() if weight is None else weight
-        return found + list(torch.autograd.grad(found[1], operands, weight))
-
     with emulation.strict():
         with fastattn.backend("cuda"):
-            wanted = outcome()
+            wanted = both_passes(call, operands)
         monkeypatch.setattr(register, "choose", no_choice)
         monkeypatch.setattr(register.Op, "on", no_choice)
         with emulation.fast_paths("cuda"):
-            assert all(map(torch.equal, outcome(), wanted))
+            assert all(map(torch.equal, both_passes(call, operands), wanted))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
 def test_the_fast_path_of_attention(monkeypatch):
-    """It serves decoding without lengths. For other calls the library returns nothing, and draws no seed."""
+    """It serves decoding without lengths. For other calls the library returns nothing, and draws no seed. Among them
+    are those that only the kernel for Hopper would take."""
     require("cuda")
     query, key = torch.randn(1, 4, 2, 16).bfloat16(), torch.randn(1, 2, 70, 16).bfloat16()
     attend = functools.partial(fastattn.scaled_dot_product_attention, query, key, key, enable_gqa=True)
@@ -74,6 +66,10 @@ def test_the_fast_path_of_attention(monkeypatch):
             attend(key_lengths=torch.tensor([5]))
             dropped = attend(dropout_p=0.5)
             assert asked == ["attention"] * 2
+            many, offsets = query.repeat(1, 1, 20, 1), torch.tensor([0, 2])
+            fastattn.scaled_dot_product_attention(many, key, key, enable_gqa=True)
+            fastattn.varlen_attn(*[key[0].transpose(0, 1)[:2]] * 3, offsets, offsets, 2, 2)
+            assert asked[2:] == ["attention", "varlen_attention"]
     torch.manual_seed(3)
     with fastattn.backend("reference"):
         assert torch.equal(attend(dropout_p=0.5), dropped)

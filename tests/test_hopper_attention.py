@@ -16,8 +16,18 @@ from hypothesis import strategies as st
 from oracle import assert_accurate, dropout_mask, varlen_attention, visible
 from oracle import attention as exact
 from pairs import in_turn, pairwise
-from test_attention import DIAGONALS, EXCLUDING, MASKS, NOTHING, WINDOWS, excluding, mask_views, operands
-from test_cuda_attention import check
+from test_attention import (
+    DIAGONALS,
+    EXCLUDING,
+    MASKS,
+    NOTHING,
+    WINDOWS,
+    assert_nan_reaches_what_attends_to_it,
+    excluding,
+    mask_views,
+    operands,
+)
+from test_cuda_attention import check, emulated_controls
 
 import emulation
 import fastattn
@@ -41,16 +51,9 @@ def backend(request):
 
 
 @pytest.fixture
-def controls():
-    """Yield the emulation's controls, or None on a GPU.
-
-    The tiles are divided among so many blocks of threads as ``set_multiprocessors`` says."""
-    if not IS_EMULATED:
-        yield None
-        return
-    _, controls = emulation.library()
-    yield controls
-    controls.set_multiprocessors(132)
+def controls(backend):
+    """Yield the emulation's controls, or None on a GPU. ``set_multiprocessors`` says how many blocks share tiles."""
+    yield from emulated_controls()
 
 
 def each_schedule(controls, call):
@@ -160,15 +163,7 @@ def test_rows_that_see_nothing_are_0_beside_nan():
 
 
 def test_nan_reaches_what_attends_to_it():
-    query, key, value = operands((1, 1, 1, 40, 140, 8, 8), torch.bfloat16)
-    value[0, 0, 20, 3] = math.nan
-    out = scaled_dot_product_attention(query, key, value)
-    assert out[..., 3].isnan().all()
-    assert not out[..., :3].isnan().any()
-    query[0, 0, 4] = math.nan
-    out = scaled_dot_product_attention(query, key, key)
-    assert out[0, 0, 4].isnan().all()
-    assert not out[0, 0, 5:].isnan().any()
+    assert_nan_reaches_what_attends_to_it(*operands((1, 1, 1, 40, 140, 8, 8), torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -456,6 +451,7 @@ def test_statistics(dtype, has_mask):
         scores = scores + mask.double()
     _, lse, point, total, _ = run(query, key, value, mask, lengths=lengths, scale=0.25)
     seen = scores[0, :, :, :230]
+    # A score is a float32 sum of 16 products: 16 * 2**-24 < 1e-6.
     torch.testing.assert_close(point[0], seen.amax(-1).float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(total[0], (seen - point[0].double()[..., None]).exp().sum(-1).float())
     torch.testing.assert_close(lse, point + total.log())
@@ -479,7 +475,7 @@ def test_what_all_values_share_passes_exactly(dtype, head_dim, threshold, has_ma
     options = {"dropout_p": threshold / 65536, "seed": SEED, "enable_gqa": True}
     weights = exact(query, key, value, mask, **options)[2].sum(-1, keepdim=True)
     wanted = weights * value[:, :, :1].double()
-    # Float32 sums of 300 weights, in exponentials by the special function unit
+    # A float32 sum of 300 weights: 300 * 2**-24 < 2e-5. The residual's own rounding is 2**-17 of the result at most.
     torch.testing.assert_close(out.double() + residual.double(), wanted, rtol=2e-5, atol=1e-6)
     assert residual.any()
     assert (residual.abs() <= out.abs() * torch.finfo(dtype).eps).all()

@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402 (where Triton is not installed, nothing here can be imported)
 
+import ctypes
+import sys
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ if DEVICE != "cpu":
     pytest.skip("for Triton's interpreter", allow_module_level=True)
 
 from launcher import driver, interpreted
+from oracle import both_passes
 from test_triton import TOOLS, last_json, program
 from triton import knobs
 
@@ -27,6 +30,7 @@ from fastattn import (
 )
 from fastattn.backends import cuda, native
 from fastattn.backends import triton as backend
+from fastattn.backends.triton import recipes
 from fastattn.ops import register
 
 pytestmark = pytest.mark.skipif(native.library("triton") is None, reason=f"no launcher: {native.reason('triton')}")
@@ -111,18 +115,8 @@ def test_the_same_bits(name, dtype, monkeypatch):
     operands = [
         torch.randn(shape).to(torch.float32 if n > 2 else dtype).requires_grad_() for n, shape in enumerate(shapes)
     ]
-    weight = None
-
-    def outcome():
-        nonlocal weight
-        with torch.no_grad():
-            found = [call(*operands)]
-        found.append(call(*operands))
-        weight = torch.randn(found[1].shape).to(found[1].dtype) if weight is None else weight
-        return found + list(torch.autograd.grad(found[1], operands, weight, materialize_grads=True))
-
     with fastattn.backend("triton"):
-        wanted = outcome()
+        wanted = both_passes(call, operands)
 
     def no_choice(*args):
         raise AssertionError("this call left the fast path")
@@ -130,7 +124,7 @@ def test_the_same_bits(name, dtype, monkeypatch):
     monkeypatch.setattr(register, "choose", no_choice)
     monkeypatch.setattr(register.Op, "on", no_choice)
     with interpreted() as started:
-        got = outcome()
+        got = both_passes(call, operands)
     assert started
     for ours, theirs in zip(got, wanted, strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
@@ -201,6 +195,15 @@ def test_the_seed_of_the_usual_path():
     torch.manual_seed(3)
     with fastattn.backend("reference"):
         assert torch.equal(dropout(X, 0.5), plain)
+
+
+def test_a_fault_in_a_recipe_is_reported(monkeypatch):
+    """Triton starts the kernel then, and the traceback is shown, even where warnings are errors."""
+    reported, found = [], recipes.Recipe()
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(report.exc_value))
+    recipes.COMPILE(recipes.answer)(b"layer_norm.nothing 0 512", ctypes.byref(found))
+    assert [type(error) for error in reported] == [KeyError]
+    assert not found.is_served
 
 
 def test_which_library_serves_a_gpu(monkeypatch):
