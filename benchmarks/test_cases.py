@@ -8,10 +8,11 @@ SAMPLE = 41
 
 
 def pytest_generate_tests(metafunc):
+    isa = limits.instruction_set()
     cases = {
         "test_dispatch": dispatch,
-        "test_floor": lambda: [*headline(limits.instruction_set()), *double()],
-        "test_training_step": training,
+        "test_floor": lambda: [*headline(isa), *double()],
+        "test_training_step": lambda: training(isa),
         "test_sweep": lambda: list(sweep())[:: 1 if metafunc.config.getoption("--sweep") else SAMPLE],
     }[metafunc.function.__name__]()
     metafunc.parametrize("case", cases, ids=lambda case: case.name)
