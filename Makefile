@@ -19,7 +19,7 @@ format:  ## what lint can put right by itself
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs clang-format -i
 
 test:  ## the tests, under five minutes
-	pytest
+	pytest -n auto
 
 bench:  ## correctness and speed against the reference and what a user would pick instead
 	pytest benchmarks

@@ -72,7 +72,7 @@ def pip(folder: Path) -> tuple[object, ...]:
 def test(folder: Path, version: str, wheel: Path) -> None:
     """Install the wheel and the packages of its tests, and run them. Raise CalledProcessError if one fails."""
     (folder / "complete").unlink()
-    run(*pip(folder), f"torch=={version}", f"{wheel}[test]", "pytest-xdist")
+    run(*pip(folder), f"torch=={version}", f"{wheel}[test]")
     run(*pip(folder), "--no-deps", "--force-reinstall", wheel)
     (folder / "complete").touch()
     pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
