@@ -49,10 +49,9 @@ struct Backend {
   }
 
   void run(const Attention& a) const {
-    const int64_t rows = a.batch * a.num_heads * a.seqlen_q;
-    STD_TORCH_CHECK(a.seqlen_q <= cuda::kMaxKeys && a.seqlen_k <= cuda::kMaxKeys && rows <= INT32_MAX,
+    STD_TORCH_CHECK(a.seqlen_q <= cuda::kMaxKeys && a.seqlen_k <= cuda::kMaxKeys && a.rows <= INT32_MAX,
                     "attention: at most ", cuda::kMaxKeys, " queries or keys and 2**31 - 1 rows of queries");
-    if (rows == 0) return;
+    if (a.rows == 0 || a.batch == 0) return;
     if (cuda::is_for_decoding(a)) {
       const int num_splits = cuda::num_splits_of(a, device.index);
       const Tensor workspace = empty({cuda::workspace(a, num_splits)}, Dtype::float32, device);
@@ -60,7 +59,8 @@ struct Backend {
     }
 #ifdef FASTATTN_HOPPER
     STD_TORCH_CHECK(cuda::is_for_hopper(a),
-                    "attention: the kernel for Hopper takes 16-bit operands whose rows begin at multiples of 16 bytes");
+                    "attention: the kernel for Hopper takes 16-bit operands with heads of 8 to 256 columns, rows that ",
+                    "begin at multiples of 16 bytes and no expanded dimension");
     const Tensor workspace = empty({cuda::hopper_workspace(a)}, Dtype::float32, device);
     cuda::run_hopper(a, workspace.mutable_data_ptr<float>(), cuda::multiprocessors_of(device.index), stream);
 #else
