@@ -141,13 +141,17 @@ __device__ __forceinline__ void take_registers() {
 // strides are multiples of 16 bytes. For the host.
 inline CUtensorMap tensor_map(const void* data, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
                               const uint32_t (&box)[4], Swizzle swizzle) {
-  static void* entry = nullptr;
-  if (!entry) {
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess || !entry) throw std::runtime_error("fastattn: the driver lacks cuTensorMapEncodeTiled");
-  }
+  static void* const entry = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    if (!found) throw std::runtime_error("fastattn: the driver lacks cuTensorMapEncodeTiled");
+    return found;
+  }();
   constexpr CUtensorMapSwizzle kSwizzles[] = {CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                               CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_32B};
   constexpr uint32_t kDense[] = {1, 1, 1, 1};
