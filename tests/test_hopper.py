@@ -337,6 +337,10 @@ GATED = {
         "give_registers<At::kProducerRegisters>();", "give_registers<At::kProducerRegisters>();", "",
         "no warpgroup gives registers",
     ),
+    "more registers taken than launched": (
+        "take_registers<At::kConsumerRegisters>();", "At::kConsumerRegisters", "168",
+        r"4 warpgroups launched with 128 registers cannot have \[32, 168\]",
+    ),
     "no product": (
         "if (tile.count > 0) attend(tile);", "if (tile.count > 0) attend(tile);", "",
         "no loop with asynchronous products",

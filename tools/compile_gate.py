@@ -35,6 +35,7 @@ SERIALISED = re.compile(r"\(C75(?:08|1[0-8])\)[^\n]*")
 PHILOX = "-0x2daee0ad"  # 0xd2511f53, a multiplier of Philox, as the disassembler writes it
 MOST_LOCAL = 10  # Accesses to the stack per iteration of a plain main loop with dropout, 24 instructions per score.
 MOST_BARRIERS = 2
+REGISTERS = 512  # A multiprocessor's, per thread of a warpgroup.
 RECORD = ROOT / "tests/hopper_code.txt"
 RECORDED = ("HGMMA", "WARPGROUP", "BAR", "SYNCS")  # instructions whose order is recorded
 TOLERANCE = 0.02  # Relative change of the instructions per score, which differ a little between compilers.
@@ -110,6 +111,11 @@ class Kernel:
             found.append("no product is pending behind the first wait of the loop")
         if len(self.roles) < 2:
             found.append("no warpgroup gives registers that another takes")
+            return found
+        # One warpgroup gives, the others take. Without enough registers at the launch they would wait without end.
+        groups = REGISTERS // self.registers
+        if self.registers * groups < self.roles[0] + (groups - 1) * self.roles[-1]:
+            found.append(f"{groups} warpgroups launched with {self.registers} registers cannot have {self.roles}")
         return found
 
     def __str__(self) -> str:
