@@ -19,11 +19,13 @@ void forget_stores() { storing.clear(); }
 CUtensorMap make_map(const void* data, const uint64_t* sizes, const uint64_t* strides, const uint32_t* box,
                      int swizzle) {
   CUtensorMap map = {(const char*)data, {}, {}, {}, swizzle};
-  bool is_valid = (uintptr_t)data % 16 == 0 && (!swizzle || box[0] * 2 == 256u >> swizzle) && box[0] * 2 % 16 == 0;
+  bool is_valid =
+      data && (uintptr_t)data % 16 == 0 && (!swizzle || box[0] * 2 == 256u >> swizzle) && box[0] * 2 % 16 == 0;
   for (int i = 0; i < 4; ++i) {
     map.sizes[i] = sizes[i], map.box[i] = box[i];
     if (i) map.strides[i - 1] = strides[i - 1];
-    is_valid = is_valid && sizes[i] && box[i] && box[i] <= 256 && (!i || strides[i - 1] % 16 == 0);
+    is_valid = is_valid && sizes[i] && box[i] && box[i] <= 256 &&
+               (!i || (strides[i - 1] % 16 == 0 && strides[i - 1] < 1ull << 40));
   }
   if (!is_valid) throw std::runtime_error("emulated kernel: a tensor map that the driver refuses");
   return map;
