@@ -215,7 +215,7 @@ struct Consumer {
   uint8_t* const shared;
   const uint32_t base;
   const int w, lane, in_tile;  // warpgroup; lane; first of its rows in the tile
-  const float unit;            // Factor from scores in S to exponents of 2.
+  const float unit;            // Factor from scores in S to exponents of 2; for plain and dropout.
   Stage<At::kStages> stage;
   uint32_t turn = 0;  // parity of the queries' barrier
   RoundKeys round_keys;
@@ -234,7 +234,7 @@ struct Consumer {
         w(w),
         lane((int)threadIdx.x % 32),
         in_tile(w * 64 + (int)threadIdx.x % kWarpgroup / 32 * 16 + lane / 4),
-        unit(kIsGeneral ? kLog2e : p.scale * kLog2e) {
+        unit(p.scale * kLog2e) {
     if (kDraws && p.threshold) round_keys.set(make_seed(p.seed));
     if (w == 0) arrive_named(kTurn, 2 * kWarpgroup);
   }
@@ -455,8 +455,8 @@ struct Consumer {
     }
   }
 
-  // Wait for the values of a partial tile, and set those of keys that no query sees to 0: they may be NaN, and 0 * NaN
-  // is NaN. All consumers meet here, so none may have the turn.
+  // Wait for the values of a partial tile, and set those of keys to 0 that no query of the sequence sees, or none of
+  // these by a mask: they may be NaN, and 0 * NaN is NaN. All consumers meet here, so none may have the turn.
   __device__ __forceinline__ void clear_values(const Tile& tile, int number) {
     const int first = number * kKeys, begin = tile.visibility.begin(0), end = tile.visibility.end(tile.seqlen_q - 1);
     const uint8_t* seen = nullptr;

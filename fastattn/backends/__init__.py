@@ -32,8 +32,8 @@ _ORDER = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 def _order(args: AnyArgs) -> tuple[str, ...]:
-    """Return the order of preference. On a GPU, `cuda` is first if the host's launch dominates, otherwise `triton`; of
-    calls that `cuda` withholds it is not part."""
+    """Return the order of preference. On a GPU, `cuda` is first if the host's launch dominates, otherwise `triton`.
+    Calls that `cuda` withholds leave it out."""
     device = device_of(args).type
     if device == "cuda" and cuda.withheld(args):
         return _ORDER[device][1:]

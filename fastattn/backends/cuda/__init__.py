@@ -49,7 +49,7 @@ def compiled() -> dict[str, Callable[..., Any]]:
 
 
 def plain(op: str, device: torch.device) -> Callable[[Sequence[Any]], bool] | None:
-    """Return what says whether the fast path of ``op`` asks this library, from its arguments; None: never.
+    """Return a predicate of the arguments of ``op``'s fast path: whether it asks this library. None: it never does.
 
     It asks for the calls for which ``choose`` takes this backend: none of packed sequences, which ``withheld`` keeps.
     """
