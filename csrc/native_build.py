@@ -22,6 +22,7 @@ from setuptools.errors import BaseError
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 10)
+OLDEST_GLIBC = (2, 28)  # of torch's own wheels
 
 # Instruction sets, best first. Kernels are compiled once per set and chosen at run time (csrc/cpu/dispatch.cpp).
 _AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt"
@@ -320,13 +321,11 @@ def nvcc() -> tuple[str, str]:
     return command, version[1]
 
 
-def check_cuda(torch: Path, version: str) -> None:
-    """Raise unless `torch` takes a library of this CUDA version. A torch without CUDA does if FASTATTN_CUDA=1."""
-    found = re.search(r"^cuda.*= '(\d+\.\d+)", (torch / "version.py").read_text(), re.MULTILINE)
-    if found is None and os.environ.get("FASTATTN_CUDA") != "1":
+def check_cuda(torch: Path) -> None:
+    """Raise if `torch` is built without CUDA, unless FASTATTN_CUDA=1 asks for a library for other installations."""
+    has_cuda = re.search(r"^cuda.*= '\d", (torch / "version.py").read_text(), re.MULTILINE)
+    if not has_cuda and os.environ.get("FASTATTN_CUDA") != "1":
         raise NotBuilt(f"torch {torch_version(torch)} is built without CUDA (FASTATTN_CUDA=1 compiles all the same)")
-    if found is not None and found[1].split(".")[0] != version.split(".")[0]:
-        raise NotBuilt(f"nvcc is of CUDA {version}, torch {torch_version(torch)} of CUDA {found[1]}")
 
 
 def architectures(command: str) -> list[str]:
@@ -343,6 +342,11 @@ def architectures(command: str) -> list[str]:
         found = sorted({line.strip() for line in answer.stdout.splitlines() if re.fullmatch(r"\s*\d+\.\d+\s*", line)})
         if answer.returncode == 0 and found:
             return _new_enough(found)
+    return usual_architectures(command)
+
+
+def usual_architectures(command: str) -> list[str]:
+    """Return those of ARCHITECTURES that nvcc knows, the last one with PTX."""
     known = subprocess.run([command, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
     usual = [name for name in ARCHITECTURES if "sm_" + name.replace(".", "") in known]
     if not usual:
@@ -398,10 +402,49 @@ def wants_hopper(names: list[str]) -> bool:
     return any(_number(name) == 90 for name in names) and "sm_90a" in known
 
 
+def imitate_library(path: Path, functions: list[str], command: list[str] | None = None) -> None:
+    """Make a shared library without code, whose functions the linker finds. Its namesake has them at run time.
+
+    Args:
+        command: The C++ compiler, by default ``compiler()``.
+    """
+    options = ["-x", "c", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", path, "-"]
+    source = "".join(f"void {name}(void) {{}}\n" for name in functions)
+    done = subprocess.run([*(command or compiler()), *options], input=source, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{path.name} does not compile: {done.stderr.strip()}")
+
+
+def copy_cuda_runtime(directory: Path) -> None:
+    """Copy CUDA's static runtime into the directory, for glibc from ``OLDEST_GLIBC`` on, if it and binutils are found.
+
+    The linker takes the newest version of each function of glibc. Version 2.34 moved the functions for threads and
+    loading into libc and gave them new versions, without a change. The copy names their older versions.
+    """
+    dry_run = subprocess.run([nvcc()[0], "--dryrun", "-shared", "none.o"], capture_output=True, text=True)
+    folders = re.findall(r'-L"?([^"\s]+)', dry_run.stderr)
+    original = next((path for path in (Path(f, "libcudart_static.a") for f in folders) if path.is_file()), None)
+    if original is None or not (shutil.which("nm") and shutil.which("objcopy")):
+        return  # nvcc links its own
+    libc = subprocess.run([*compiler(), "-print-file-name=libc.so.6"], capture_output=True, text=True).stdout.strip()
+    symbols = subprocess.run(["nm", "-D", "--with-symbol-versions", libc], capture_output=True, text=True).stdout
+    versions: dict[str, list[tuple[int, ...]]] = {}
+    for name, version in re.findall(r"^\w+ [TWi] (\w+)@@?GLIBC_([\d.]+)$", symbols, re.MULTILINE):
+        versions.setdefault(name, []).append(tuple(map(int, version.split("."))))
+    lines = []
+    for name, found in versions.items():
+        older = [version for version in found if version <= OLDEST_GLIBC]
+        if older and max(found) > OLDEST_GLIBC:
+            lines.append(f"{name} {name}@GLIBC_{'.'.join(map(str, max(older)))}\n")
+    (directory / "glibc.txt").write_text("".join(lines))
+    command = ["objcopy", f"--redefine-syms={directory / 'glibc.txt'}", original, directory / original.name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"CUDA's runtime is not copied: {done.stderr.strip()}")
+
+
 def compile_cuda(directory: Path, torch: Path, names: list[str], hopper: bool) -> Path:
     """Compile and link the library of the `cuda` backend for these architectures.
-
-    If torch has no libtorch_cuda, symbols of it stay undefined, and the library cannot be loaded.
 
     Args:
         hopper: Whether the library gets the kernels of ``HOPPER_SOURCE``.
@@ -411,10 +454,12 @@ def compile_cuda(directory: Path, torch: Path, names: list[str], hopper: bool) -
     objects = [(f"{source.stem}.o", source, flags[source]) for source in kernels]
     objects += bindings("cuda", torch, OPTIMIZE, hopper)
     hide_symbols(directory)
-    torch_cuda = "-ltorch_cuda" if (torch / "lib/libtorch_cuda.so").exists() else ""
+    copy_cuda_runtime(directory)
+    if not (torch / "lib/libtorch_cuda.so").exists():
+        imitate_library(directory / "libtorch_cuda.so", ["aoti_torch_get_current_cuda_stream"])
     link = (
-        f"-shared -cudart static {host_flags()} -Xlinker --version-script=exports.map,--as-needed"
-        f" -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu {torch_cuda}"
+        f"-shared -cudart static {host_flags()} -Xlinker --version-script=exports.map,--as-needed,--no-undefined"
+        f" -L. -L{shlex.quote(str(torch / 'lib'))} -ltorch_cpu -ltorch_cuda"
     )
     return run_ninja(directory, objects, "_cuda.so", link, nvcc()[0])
 
@@ -424,7 +469,7 @@ def build_cuda(directory: Path) -> tuple[Path, dict[str, object]]:
     instruction_sets()  # raises on machines that the library does not support
     command, version = nvcc()
     torch = torch_for_building()
-    check_cuda(torch, version)
+    check_cuda(torch)
     names = architectures(command)
     hopper = wants_hopper(names)
     library = compile_cuda(directory, torch, names, hopper)

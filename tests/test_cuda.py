@@ -278,17 +278,21 @@ def test_capabilities(monkeypatch, tmp_path):
     assert backends.native.capabilities() == (((8, 6), (8, 9)), ((9, 0), (9, 0)), ((12, 0), (999, 9)))
 
 
-def test_library_of_another_cuda(monkeypatch, tmp_path):
-    """A library of another CUDA major version is not loaded: its runtime may be newer than this machine's driver."""
-    monkeypatch.setattr(backends.native, "PACKAGE", tmp_path)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
+@pytest.mark.parametrize("cuda", ["12.8", "13.0"])
+def test_a_library_that_is_newer_than_the_driver(monkeypatch, tmp_path, cuda):
+    """A driver runs the code of its own major version of CUDA and of older ones. torch's version does not matter."""
+    native = backends.native
+    monkeypatch.setattr(native, "PACKAGE", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     (tmp_path / "_cuda.so").write_text("")
     (tmp_path / "_build.json").write_text('{"cuda": {"compiler": "nvcc 13.0"}}')
-    library, reason = backends.native._load.__wrapped__("cuda")
+    monkeypatch.setattr(native, "_driver", lambda: 12)
+    library, reason = native._load.__wrapped__("cuda")
     assert library is None
-    assert reason == "_cuda.so is built by nvcc 13.0, torch is of CUDA 12.8; build it anew"
-    (tmp_path / "_build.json").write_text('{"cuda": {"compiler": "nvcc 12.4"}}')
-    assert "does not load" in backends.native._load.__wrapped__("cuda")[1]
+    assert reason == "_cuda.so is built by nvcc 13.0 and needs a driver of CUDA 13, this one is of CUDA 12"
+    for driver in (0, 13, 14):  # 0: no driver, so there are no CUDA tensors
+        monkeypatch.setattr(native, "_driver", lambda driver=driver: driver)
+        assert "does not load" in native._load.__wrapped__("cuda")[1]
 
 
 def test_no_decoding_inside_functorch(monkeypatch):

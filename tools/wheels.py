@@ -1,9 +1,10 @@
 """Build the release into dist/, the sdist and a wheel per architecture: ``python tools/wheels.py [ARCHITECTURE ...]``.
 
 A wheel serves every Python and every torch from 2.10 on. It has the CPU library with the kernels of every instruction
-set, and no CUDA library: on CUDA tensors Triton's kernels run. It needs no newer glibc than torch's own wheels:
-auditwheel finds the platform by the versions of its symbols. twine checks the metadata. A wheel for another
-architecture is cross-compiled by Debian's ``ARCHITECTURE-linux-gnu-g++``.
+set, and the launcher of Triton's kernels. For x86-64 it has the CUDA library too, for the drivers of nvcc's major
+version of CUDA and later ones, unless ``FASTATTN_CUDA=0``. It needs no newer glibc than torch's own wheels: auditwheel
+finds the platform by the versions of its symbols. twine checks the metadata. A wheel for another architecture is
+cross-compiled by Debian's ``ARCHITECTURE-linux-gnu-g++``.
 """
 
 import os
@@ -19,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "csrc"))
 import native_build  # noqa: E402
 
-NEWEST_GLIBC = 28  # minor version
 LARGEST = 15_000_000  # bytes
 THIS = os.uname().machine
 
@@ -31,20 +31,24 @@ def run(*command: object, **environment: str) -> None:
 
 
 def imitate_torch(folder: Path, compiler: str) -> None:
-    """Make a package ``torch`` to build against: this torch's headers, and a library for another architecture.
-
-    The library has the names of the functions of the stable ABI and no code, which the linker does not need.
-    """
+    """Make a package ``torch`` to build against: this torch's headers, and a library for another architecture."""
     torch = native_build.torch_for_building()
     (folder / "torch/lib").mkdir(parents=True)
     (folder / "torch/include").symlink_to(torch / "include")
     shutil.copy(torch / "version.py", folder / "torch")
     symbols = ["nm", "-D", "--defined-only", "--format=just-symbols", torch / "lib/libtorch_cpu.so"]
     names = subprocess.run(symbols, check=True, capture_output=True, text=True).stdout.split()
-    functions = [f"void {name}(void) {{}}" for name in names if re.match(r"(aoti_)?torch_\w+$", name)]
-    (folder / "stub.c").write_text("\n".join(functions))
-    library = folder / "torch/lib/libtorch_cpu.so"
-    run(*compiler.split(), "-x", "c", "-shared", "-Wl,-soname,libtorch_cpu.so", "-o", library, folder / "stub.c")
+    stable = [name for name in names if re.match(r"(aoti_)?torch_\w+$", name)]  # functions of the stable ABI
+    native_build.imitate_library(folder / "torch/lib/libtorch_cpu.so", stable, [compiler])
+
+
+def libraries(architecture: str) -> dict[str, str]:
+    """Return the variables that choose what the wheel's libraries have."""
+    has_cuda = architecture == THIS == "x86_64" and os.environ.get("FASTATTN_CUDA") != "0"
+    settings = {"FASTATTN_BUILD": "1", "FASTATTN_CPU_BUILD": "all", "FASTATTN_CUDA": "1" if has_cuda else "0"}
+    if has_cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST"):  # else the architectures of this machine's GPUs
+        settings["TORCH_CUDA_ARCH_LIST"] = ";".join(native_build.usual_architectures(native_build.nvcc()[0]))
+    return settings
 
 
 def build(architecture: str, sdist: Path, folder: Path) -> Path:
@@ -52,7 +56,7 @@ def build(architecture: str, sdist: Path, folder: Path) -> Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     (source,) = folder.iterdir()
-    settings = {"FASTATTN_BUILD": "1", "FASTATTN_CUDA": "0", "FASTATTN_CPU_BUILD": "all"}
+    settings = libraries(architecture)
     if architecture != THIS:
         compiler = f"{architecture}-linux-gnu-g++"
         imitate_torch(folder / "imitated", compiler)
@@ -60,12 +64,13 @@ def build(architecture: str, sdist: Path, folder: Path) -> Path:
         settings["_PYTHON_HOST_PLATFORM"] = f"linux-{architecture}"
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source, **settings)
     (wheel,) = folder.glob("*.whl")
-    options = ["--plat", "auto", "--exclude", "libtorch_cpu.so", "--wheel-dir", folder / "checked"]
+    torch = ["--exclude", "libtorch_cpu.so", "--exclude", "libtorch_cuda.so"]
+    options = ["--plat", "auto", *torch, "--wheel-dir", folder / "checked"]
     run(sys.executable, "-m", "auditwheel", "repair", *options, wheel)
     (checked,) = (folder / "checked").iterdir()
     glibc = re.search(rf"-py3-none-.*manylinux_2_(\d+)_{architecture}\.", checked.name)
-    if glibc is None or int(glibc[1]) > NEWEST_GLIBC:
-        raise SystemExit(f"{checked.name} is not for glibc 2.{NEWEST_GLIBC}, the oldest of torch's own wheels")
+    if glibc is None or (2, int(glibc[1])) > native_build.OLDEST_GLIBC:
+        raise SystemExit("{} is not for glibc {}.{}".format(checked.name, *native_build.OLDEST_GLIBC))
     if checked.stat().st_size > LARGEST:
         raise SystemExit(
             f"{checked.name} has {checked.stat().st_size / 1e6:.1f} MB, at most {LARGEST / 1e6} are wanted"

@@ -4,6 +4,7 @@ The build (csrc/native_build.py) writes `_build.json`: the compiler and the targ
 built.
 """
 
+import ctypes
 import functools
 import json
 import os
@@ -35,9 +36,22 @@ def _compiler() -> str:
     return build_record().get("cuda", {}).get("compiler", "")
 
 
-def _major(version: str) -> str | None:
-    found = re.search(r"\d+", version)
-    return found[0] if found else None
+def _driver() -> int:
+    """Return the major version of CUDA that the driver is of, or 0 without a driver."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value // 1000
+
+
+def _newer_than_the_driver() -> str:
+    """Return why the driver cannot run the CUDA library, or "". It runs the code of older versions of CUDA too."""
+    compiler = re.search(r"(\d+)\.\d+", _compiler())
+    if compiler and 0 < _driver() < int(compiler[1]):
+        return f"is built by {_compiler()} and needs a driver of CUDA {compiler[1]}, this one is of CUDA {_driver()}"
+    return ""
 
 
 def capabilities() -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
@@ -67,8 +81,8 @@ def _load(name: str) -> tuple[Any, str]:
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
         return None, "torch {} is installed, the library needs {}.{} or newer".format(torch.__version__, *OLDEST_TORCH)
-    if name == "cuda" and _major(_compiler()) not in (None, _major(str(torch.version.cuda))):
-        return None, f"{path.name} is built by {_compiler()}, torch is of CUDA {torch.version.cuda}; build it anew"
+    if name == "cuda" and _newer_than_the_driver():
+        return None, f"{path.name} {_newer_than_the_driver()}"
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
