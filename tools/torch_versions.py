@@ -19,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = {"2.10.0": "3.10", "2.14.1": "3.13"}  # Python by torch
+# Names of tests: of the backends reference and cpu, on the best instruction set, and of Triton's compiler.
+TESTS = "not (triton or cuda or cpu:) or bindings or ahead_of_time"
 SPACE = 12 << 30  # bytes for an environment with a CUDA build of torch, and for pip's copy of its downloads
 
 
@@ -76,8 +78,7 @@ def test(folder: Path, version: str, wheel: Path) -> None:
     run(*pip(folder), "--no-deps", "--force-reinstall", wheel)
     (folder / "complete").touch()
     pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
-    # Tests of the backends reference and cpu, on the best instruction set, and of Triton's compiler.
-    tests = "-m", "torch_version", "-k", "not (triton or cuda or cpu:) or bindings or ahead_of_time"
+    tests = "-m", "torch_version", "-k", TESTS
     # In that folder `import fastattn` finds the wheel's package. Two tests run at a time, with one thread each.
     settings = {"FASTATTN_REQUIRE": "cpu,triton", "OMP_NUM_THREADS": "1"}
     run(*pytest, *tests, "-n", "2", "--dist", "worksteal", cwd=folder, **settings)
