@@ -69,6 +69,7 @@ def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> 
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # The kernels with Hopper's asynchronous products are compiled for this architecture alone, if the list names 9.0.
 HOPPER = "9.0a"
+OLDEST_FOR_HOPPER = (12, 5)  # nvcc. Its --list-gpu-code names no 9.0a, in any version.
 HOPPER_SOURCE = ROOT / "csrc/cuda/attention_hopper.cu"
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # programs that $CXX may name before the compiler
 # The oldest architecture with the matrix instructions used. A list may name older ones, for other packages.
@@ -398,8 +399,8 @@ def cuda_flags(names: list[str], files: int = 1) -> str:
 
 def wants_hopper(names: list[str]) -> bool:
     """Return whether a library for these architectures can have the kernels of ``HOPPER_SOURCE``."""
-    known = subprocess.run([nvcc()[0], "--list-gpu-code"], capture_output=True, text=True).stdout.split()
-    return any(_number(name) == 90 for name in names) and "sm_90a" in known
+    release = tuple(map(int, nvcc()[1].split(".")))
+    return any(_number(name) == 90 for name in names) and release >= OLDEST_FOR_HOPPER
 
 
 def imitate_library(path: Path, functions: list[str], command: list[str] | None = None) -> None:
