@@ -24,6 +24,7 @@ from test_cuda import compile_gate, require_nvcc
 
 import fastattn
 import native_build
+import wheels
 from fastattn.backends import native
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -333,6 +334,18 @@ def test_kernels_for_hopper_are_built_for_9_0a_alone(tmp_path, monkeypatch, rele
         assert re.findall(r"code=(\S+)", compiled["attention_hopper.o"]) == ["sm_90a"]
     if "9.0a" not in names:
         assert "sm_90a" not in compiled["attention.o"]
+
+
+def test_what_a_wheel_has(toolkit, monkeypatch):
+    """A wheel has every instruction set. For x86-64 it has a CUDA library for all that nvcc knows, on any machine."""
+    monkeypatch.setattr(wheels, "THIS", "x86_64")
+    chosen = wheels.libraries("x86_64")
+    assert chosen["FASTATTN_BUILD"] == chosen["FASTATTN_CUDA"] == "1"
+    assert chosen["FASTATTN_CPU_BUILD"] == "all"
+    assert chosen["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"
+    assert wheels.libraries("aarch64")["FASTATTN_CUDA"] == "0"
+    monkeypatch.setenv("FASTATTN_CUDA", "0")
+    assert wheels.libraries("x86_64")["FASTATTN_CUDA"] == "0"
 
 
 def test_nvcc_is_told_of_the_cores(toolkit, monkeypatch):
