@@ -44,7 +44,9 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDES
 
 
 def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> list[tuple[str, Path, str]]:
-    """Return (object, source, flags) of the files that include torch, for operations with kernels in the library.
+    """Return (object, source, flags) for the operations with kernels in the library.
+
+    The files that include torch are compiled together, because its headers take most of their time.
 
     Args:
         hopper: Whether the library has the kernels of ``HOPPER_SOURCE``.
@@ -52,6 +54,8 @@ def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> 
     cuda = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library", "runtime", "varlen_attention"}
     others = {path.stem for path in (ROOT / "csrc/bindings").glob("*.cpp")} - {"limits", "launcher"}
     stems = {"cpu": others | {"limits"}, "cuda": others & cuda, "triton": others | {"launcher"}}[library]
+    folder, alone = ROOT / "csrc/bindings", {"library", "runtime"}
+    included = " ".join(f"-include {shlex.quote(str(folder / stem))}.cpp" for stem in sorted(stems - alone))
     contract = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["CONTRACT"]
     flags = (
         f"{CXX_FLAGS} {optimize} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
@@ -59,9 +63,8 @@ def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> 
         f"{' -DFASTATTN_HOPPER' if hopper else ''}"
     )
     return [
-        (f"bindings.{source.stem}.o", source, flags)
-        for source in sorted((ROOT / "csrc/bindings").glob("*.cpp"))
-        if source.stem in stems
+        ("bindings.o", folder / "library.cpp", f"{flags} {included}"),
+        ("bindings.runtime.o", folder / "runtime.cpp", flags),
     ]
 
 
