@@ -41,7 +41,7 @@ hopper() {
   "$python" -m pytest -q -m "slow or not slow" -k "forward or backward or dropped" tests/test_hopper.py
   combined "$facts" "$?"
   local small=$?
-  "$python" -m pytest -q -m "slow or not slow" tests/test_hopper_attention.py
+  "$python" -m pytest -q -m "slow or not slow" tests/test_hopper_attention.py tests/test_hopper_backward.py
   combined "$small" "$?"
 }
 replay() { "$python" benchmarks/replay.py --seconds 40; }

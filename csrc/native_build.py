@@ -49,9 +49,10 @@ def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> 
     The files that include torch are compiled together, because its headers take most of their time.
 
     Args:
-        hopper: Whether the library has the kernels of ``HOPPER_SOURCE``.
+        hopper: Whether the library has the kernels of ``HOPPER_SOURCES``.
     """
     cuda = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")} | {"library", "runtime", "varlen_attention"}
+    cuda |= {"attention_backward", "varlen_attention_backward"} if hopper else set()
     others = {path.stem for path in (ROOT / "csrc/bindings").glob("*.cpp")} - {"limits", "launcher"}
     stems = {"cpu": others | {"limits"}, "cuda": others & cuda, "triton": others | {"launcher"}}[library]
     folder, alone = ROOT / "csrc/bindings", {"library", "runtime"}
@@ -73,7 +74,7 @@ ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # The kernels with Hopper's asynchronous products are compiled for this architecture alone, if the list names 9.0.
 HOPPER = "9.0a"
 OLDEST_FOR_HOPPER = (12, 5)  # nvcc. Its --list-gpu-code names no 9.0a, in any version.
-HOPPER_SOURCE = ROOT / "csrc/cuda/attention_hopper.cu"
+HOPPER_SOURCES = [ROOT / "csrc/cuda" / name for name in ("attention_hopper.cu", "attention_hopper_backward.cu")]
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # programs that $CXX may name before the compiler
 # The oldest architecture with the matrix instructions used. A list may name older ones, for other packages.
 OLDEST_ARCHITECTURE = 80
@@ -401,7 +402,7 @@ def cuda_flags(names: list[str], files: int = 1) -> str:
 
 
 def wants_hopper(names: list[str]) -> bool:
-    """Return whether a library for these architectures can have the kernels of ``HOPPER_SOURCE``."""
+    """Return whether a library for these architectures can have the kernels of ``HOPPER_SOURCES``."""
     release = tuple(map(int, nvcc()[1].split(".")))
     return any(_number(name) == 90 for name in names) and release >= OLDEST_FOR_HOPPER
 
@@ -451,10 +452,10 @@ def compile_cuda(directory: Path, torch: Path, names: list[str], hopper: bool) -
     """Compile and link the library of the `cuda` backend for these architectures.
 
     Args:
-        hopper: Whether the library gets the kernels of ``HOPPER_SOURCE``.
+        hopper: Whether the library gets the kernels of ``HOPPER_SOURCES``.
     """
-    kernels = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if hopper or path != HOPPER_SOURCE]
-    flags = {path: cuda_flags([HOPPER] if path == HOPPER_SOURCE else names, len(kernels)) for path in kernels}
+    kernels = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if hopper or path not in HOPPER_SOURCES]
+    flags = {path: cuda_flags([HOPPER] if path in HOPPER_SOURCES else names, len(kernels)) for path in kernels}
     objects = [(f"{source.stem}.o", source, flags[source]) for source in kernels]
     objects += bindings("cuda", torch, OPTIMIZE, hopper)
     hide_symbols(directory)

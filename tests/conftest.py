@@ -62,7 +62,10 @@ ISAS = machine_isas()[1:]
 BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa in ISAS)))
 # Backends for tests with very many parameters. There the reference, which is torch's own operations, is a slow test.
 KERNELS = ("cpu", *slow("reference"), *BACKENDS[2:])
-CUDA_TESTS = ("test_dropout", "test_hopper_attention", "test_large", "test_layer_norm", "test_softmax_dropout")
+CUDA_TESTS = (
+    *("test_dropout", "test_hopper_attention", "test_hopper_backward", "test_large", "test_layer_norm"),
+    "test_softmax_dropout",
+)
 KERNEL_TESTS = (*CUDA_TESTS, "test_attention", "test_exact_gradients", "test_varlen")
 SHARD = os.environ.get("FASTATTN_TEST_SHARD")  # "2/12": this process runs the second of 12 parts
 PASSED = os.environ.get("FASTATTN_TEST_PASSED")  # a folder: tests listed in its file `all` are left out

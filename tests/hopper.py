@@ -31,7 +31,10 @@ def compiled():
     sys.path.insert(0, str(ROOT / "csrc"))
     import native_build
 
-    product = [native_build.HOPPER_SOURCE, ROOT / "csrc/cuda/mask_tiles.cu"]
+    product = [
+        *native_build.HOPPER_SOURCES,
+        *(ROOT / f"csrc/cuda/{name}.cu" for name in ("mask_tiles", "query_gradient")),
+    ]
     sources = [*product, *sorted((ROOT / "csrc/tests/hopper").glob("*.cu"))]
     flags = native_build.cuda_flags(["9.0a"], len(sources))
     objects = [(f"{source.stem}.o", source, flags) for source in sources]
@@ -416,17 +419,17 @@ def run_forward(library, query, key, value, lengths, dropout_p=0.0, is_causal=Fa
     return out, lse
 
 
-def run_backward(library, query, key, value, grad, lse, delta, dropout_p=0.0):
-    """Return the sums of dQ as (matrices, length, head_dim), dK and dV, with lse and delta as the kernel takes them."""
+def run_backward(library, query, key, value, out, grad, stats, lengths=None, dropout_p=0.0, is_causal=False):
+    """Return the gradients of (matrices, length, head_dim). The statistics of ``out`` are (2, matrices, length)."""
     matrices, length, head_dim = query.shape
-    sums = torch.full(query.shape, torch.nan)
-    grad_key, grad_value = torch.full_like(key, torch.nan), torch.full_like(value, torch.nan)
-    turn = torch.zeros(matrices * (length // 64), dtype=torch.int32)
-    operands = query, key, value, grad, lse, delta, sums, grad_key, grad_value, turn, torch.tensor(SEED)
-    call(library, "backward", head_dim, *operands, oracle.threshold(dropout_p), matrices, length, head_dim**-0.5)
-    # (matrix, tile, half, register / 4, warp, lane / 4, lane % 4, row / 8, column % 2)
-    parts = sums.reshape(matrices, length // 64, 2, head_dim // 16, 4, 8, 4, 2, 2)
-    return parts.permute(0, 1, 4, 7, 5, 2, 3, 6, 8).reshape(query.shape), grad_key, grad_value
+    grads = [torch.full_like(query, torch.nan) for _ in range(3)]
+    operands = query, key, value, out, grad, *grads, stats, torch.tensor(lengths or [length] * matrices)
+    options = oracle.threshold(dropout_p), matrices, length, int(is_causal), head_dim**-0.5
+    floats = ctypes.c_int64()
+    for workspace in (None, True):
+        workspace = workspace and torch.full((floats.value,), torch.nan)
+        call(library, "backward", head_dim, *operands, torch.tensor(SEED), *options, workspace, ctypes.byref(floats))
+    return grads
 
 
 def operands(count, shape):
@@ -454,21 +457,24 @@ def forward(library, head_dim, length, lengths=None, **options):
     return out, lse
 
 
-def backward(library, head_dim, length, *, dropout_p=0.0):
-    """Run the backward pass and check it. Return its results."""
-    query, key, value, grad = operands(4, (2, length, head_dim))
+def backward(library, head_dim, length, lengths=None, **options):
+    """Run the backward pass and check it. Return its results. Keys and values beyond the lengths are NaN."""
+    lengths = lengths or [length, length]
+    query, key, value, grad = operands(4, (len(lengths), length, head_dim))
+    for matrix, count in enumerate(lengths):
+        key[matrix, count:] = value[matrix, count:] = torch.nan
 
     def exact(dtype):
         leaves = [tensor[:, None].to(dtype).requires_grad_() for tensor in (query, key, value)]
-        out, lse, _ = oracle.attention(*leaves, dropout_p=dropout_p, seed=torch.tensor(SEED), dtype=dtype)
+        seed, key_lengths = torch.tensor(SEED), torch.tensor(lengths)
+        out, lse, _ = oracle.attention(*leaves, seed=seed, key_lengths=key_lengths, dtype=dtype, **options)
         return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, grad[:, None].to(dtype))
 
     (out, lse, wanted), peer = exact(torch.float64), exact(torch.bfloat16)[2]
-    factor = 65536 / (65536 - oracle.threshold(dropout_p))  # dropout's scale
-    delta = ((out[:, 0] * grad).sum(-1) / factor).float()
-    found = run_backward(library, query, key, value, grad, (lse[:, 0] / math.log(2)).float(), delta, dropout_p)
-    rounded = (found[0] * (head_dim**-0.5 * factor)).bfloat16(), *found[1:]
-    for name, got, want, other in zip(("query", "key", "value"), rounded, wanted, peer, strict=True):
+    sees = lse[:, 0] > -math.inf
+    stats = torch.stack([lse[:, 0].where(sees, torch.zeros(())), sees.double()]).float()
+    found = run_backward(library, query, key, value, out[:, 0].bfloat16(), grad, stats, lengths, **options)
+    for name, got, want, other in zip(("query", "key", "value"), found, wanted, peer, strict=True):
         oracle.assert_accurate(got[:, None], want, other, f"gradient of {name}")
     return found
 
@@ -478,12 +484,12 @@ def kept(library, head_dim, length, dropout_p):
 
     All scores are equal. Slices of the identity, as values and as the output's gradient, show single weights."""
     zeros = torch.zeros(2, length, head_dim, dtype=torch.bfloat16)
-    statistics = torch.full((2, length), math.log2(length)), torch.zeros(2, length)
+    stats = torch.tensor([math.log(length), 1.0])[:, None, None].expand(-1, 2, length).contiguous()
     by_pass = [], []
     for slice in torch.eye(length, dtype=torch.bfloat16).split(head_dim, 1):
         one = slice.expand(2, -1, -1).contiguous()
         by_pass[0].append(run_forward(library, zeros, zeros, one, [length, length], dropout_p)[0])
-        by_pass[1].append(run_backward(library, zeros, zeros, zeros, one, *statistics, dropout_p)[2])
+        by_pass[1].append(run_backward(library, zeros, zeros, zeros, zeros, one, stats, None, dropout_p)[2])
     ours, transposed = (torch.cat(parts, 2) != 0 for parts in by_pass)
     return ours, transposed.mT
 

@@ -12,7 +12,7 @@ import hopper
 
 PROBLEMS = {
     "forward": lambda library: hopper.forward(library, 64, 400, [300, 400], dropout_p=0.1, blocks=3),
-    "backward": lambda library: hopper.backward(library, 64, 384, dropout_p=0.1),
+    "backward": lambda library: hopper.backward(library, 64, 384, [200, 384], dropout_p=0.1),
 }
 
 

@@ -43,25 +43,28 @@ def operands(shape, dtype=torch.float32):
     return [torch.randn(size, dtype=torch.float64).to(dtype) for size in sizes]
 
 
-def check(query, key, value, attn_mask=None, *, lse=True, **options):
+def check(query, key, value, attn_mask=None, *, lse=True, mask_grad=True, **options):
     """Check output, LSE and every gradient, at the tensors' own strides. Rows that see nothing are exactly 0.
 
     The peer is PyTorch's fused function if it has the semantics and returns enough, else the plain composition."""
-    tensors = query, key, value, attn_mask
+    tensors, fixed = ((query, key, value, attn_mask), ()) if mask_grad else ((query, key, value), (attn_mask,))
     outputs = 2 if lse else 1
 
     def composed(dtype=torch.float64):
-        return gradients(lambda *t: exact(*t, dtype=dtype, **options)[:outputs], tensors)
+        return gradients(lambda *t: exact(*t, *fixed, dtype=dtype, **options)[:outputs], tensors)
 
-    def composed_of_sizes(query, key, value, attn_mask):
+    def composed_of_sizes(query, key, value, attn_mask=attn_mask):
         return exact(query, key, value.abs(), attn_mask, softmax=SizesOfTerms.apply, **options)[:outputs]
 
-    ours = gradients(functools.partial(scaled_dot_product_attention, return_lse=lse, **options), tensors)
+    def call(*tensors):
+        return scaled_dot_product_attention(*tensors, *fixed, return_lse=lse, **options)
+
+    ours = gradients(call, tensors)
     wanted = composed()
     if lse or options.get("dropout_p"):
         peer = composed(query.dtype)
     else:
-        peer = gradients(functools.partial(torch_attention, **options), tensors)
+        peer = gradients(lambda *t: torch_attention(*t, *fixed, **options), tensors)
     # Rounding errors are relative to the terms of the sums. These are P |V| for the output, P |dO| for dV and |dO| |V|
     # for dP. P is itself rounded.
     terms = gradients(composed_of_sizes, tensors, positive=True)
@@ -72,7 +75,7 @@ def check(query, key, value, attn_mask=None, *, lse=True, **options):
         size = largest(t) * (rounding if name.startswith("grad") else 1.0)
         if name == "lse":
             assert a.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
-            p = exact(*tensors, dtype=torch.promote_types(query.dtype, torch.float32), **options)[1].detach()
+            p = exact(*tensors, *fixed, dtype=torch.promote_types(query.dtype, torch.float32), **options)[1].detach()
             size = 1.0  # m + log(sum): a relative error of the sum (>= 1 rounding) is absolute in log(sum)
         elif name != "grad_mask":
             assert a.dtype == query.dtype, name

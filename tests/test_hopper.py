@@ -1,6 +1,6 @@
 """Hopper's instructions: facts and rules of the emulation, faults that it must find, and the machine code from nvcc.
 
-Without a GPU the kernels of csrc/tests/hopper and csrc/cuda/attention_hopper.cu are emulated (csrc/tests/emulation)."""
+Without a GPU the kernels of csrc/tests/hopper and attention's for Hopper are emulated (csrc/tests/emulation)."""
 
 import functools
 import re
@@ -76,18 +76,31 @@ def test_forward(kernels, name, count):
         assert all(map(torch.equal, found, first))
 
 
+BACKWARD = {
+    "whole tiles": ((64, 256), {}),
+    "dropout": ((64, 256), {"dropout_p": 0.1}),
+    "uneven lengths": ((64, 300, [300, 140]), {"dropout_p": 0.1}),
+    "no key": ((64, 200, [0, 200]), {}),
+    "causal": ((64, 300), {"is_causal": True, "dropout_p": 0.1}),
+    "wide heads": ((128, 256), {}),
+    "wide heads, causal": ((128, 280, [280, 100]), {"is_causal": True, "dropout_p": 0.1}),
+    "two stages of 192 columns": ((192, 200), {"dropout_p": 0.1}),
+    "a stage of 256 columns": ((256, 150, [150, 100]), {"is_causal": True}),
+}
+
+
 @pytest.mark.parametrize("count", SCHEDULES)
-@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_backward(kernels, head_dim, dropout_p, count):
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(kernels, name, count):
     """Every schedule gives right results, and the same bits although the blocks add to the same sums."""
-    call = functools.partial(hopper.backward, kernels, head_dim, 256, dropout_p=dropout_p)
+    arguments, options = BACKWARD[name]
+    call = functools.partial(hopper.backward, kernels, *arguments, **options)
     first = call()
     for found in in_schedules(kernels, count, call):
         assert all(map(torch.equal, found, first))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_dropped_weights(kernels, head_dim):
     """Both passes drop the weights that the formula drops, and no other."""
     wanted = oracle.dropout_mask((2, 256, 256), 0.1, hopper.SEED)
@@ -152,7 +165,7 @@ FAULTS = {
     "none": ("forward", "", "", "", "as expected"),
     "none in the backward pass": ("backward", "", "", "", "as expected"),
     "no proxy fence": (
-        "backward", "fence_async();\nsync_named(kScoresReady, 2 * kWarpgroup);", "fence_async();", "",
+        "backward", "fence_async();\nsync_named(kScoresReady, kScoresParty);", "fence_async();", "",
         "has not called fence_async",
     ),
     "no proxy fence after clearing": (
@@ -204,9 +217,33 @@ FAULTS = {
         "wait(base", "if (threadIdx.x % 128 == 0) wait(base", "a pending load writes",
     ),
     "semaphore raised before the sums have landed": (
-        "backward", "wait_stores<0>();\npass_turn(turn, number + 1);", "wait_stores<0>();", "",
+        "backward", "wait_stores<0>();\npass_turn(turn, rank + 1);", "wait_stores<0>();", "",
         "a pending store writes the same global memory",
     ),
+    "a turn not waited for": (
+        "backward", "if (w == 0) wait_turn(turn, rank);", "if (w == 0) wait_turn(turn, rank);", "",
+        "a pending store writes the same global memory|" + ACCURACY,
+    ),
+    "tiles of queries out of order": (
+        "backward", "const int place = head * p.places + tile.place + m;", "m;", "(m ^ 1);", ACCURACY,
+    ),
+    "a tile's number out of order": (
+        "backward", "for (; n < visits.count && !visits.is_partial(n); ++n) step<false>(tile, head, visits.tile(n));",
+        "visits.tile(n)", "visits.tile(n ^ 1)", ACCURACY,
+    ),
+    "one buffer for the scores": (
+        "backward", "stage.advance();\nbuffer ^= 1;", "buffer ^= 1;", "", "pending instruction reads|" + ACCURACY,
+    ),
+    "queries released before the product with dS": (
+        "backward", "wait_products<0>(dK);\nrelease(At::kQueryEmpty + number);",
+        "wait_products<0>(dK);\nrelease(At::kQueryEmpty + number);",
+        "release(At::kQueryEmpty + number);\nwait_products<0>(dK);", "a pending instruction reads",
+    ),
+    "words of the other warp": (
+        "backward", "keep(words[4 * g + 2 * e] = is_odd ? four[1] : four[0]);", "four[1] : four[0]",
+        "four[0] : four[1]", ACCURACY,
+    ),
+    "keys beyond a length not cleared": ("backward", "if (!is_seen) {", "!is_seen", "false", ACCURACY),
     "sums overwritten before they are read": (
         "backward", "wait_stores_read<0>();", "wait_stores_read<0>();", "", "which a pending instruction reads",
     ),
@@ -241,8 +278,8 @@ FAULTS = {
         "forward", "init_barrier(base + At::kValueFull + 8 * i, 1);", "kValueFull", "kKeyFull", "one has begun",
     ),
     "some lanes without a proxy fence": (
-        "backward", "fence_async();\nsync_named(kScoresReady, 2 * kWarpgroup);", "fence_async();",
-        "if (lane % 4) fence_async();", "has not called fence_async",
+        "backward", "fence_async();\nsync_named(kScoresReady, kScoresParty);", "fence_async();",
+        "if (lane() % 4) fence_async();", "has not called fence_async",
     ),
     "the first of two writers without a proxy fence": (
         "forward", "fence_async();\nsync_named(kCleared, kGroups * kWarpgroup);", "fence_async();",
@@ -258,7 +295,8 @@ FAULTS = {
         "arrive_named", "if (lane == 0) arrive_named", "deadlock.* a shuffle|a shuffle .* waits for thread|different",
     ),
     "half a warp at a named barrier": (
-        "backward", "constexpr int kParty = kWarpgroup + 32;", "32", "16", "no named barrier",
+        "backward", "constexpr int kScoresParty = kConsumers + 2 * kWarp, kSumsParty = kWarpgroup + 2 * kWarp;",
+        "kWarpgroup + 2 * kWarp", "kWarpgroup + kWarp + 16", "no named barrier",
     ),
     "polls of a barrier that never ends": (
         "forward", "wait(base + At::kValueFull + 8 * before.index, before.parity);",
@@ -270,17 +308,21 @@ FAULTS = {
         "forward", "wait(base + At::kQueryFull, turn);", "wait(base + At::kQueryFull, turn);",
         "while (*(volatile uint32_t*)p.out.data != 7) {\n}", "goes on without end",
     ),
-    "registers that nobody has": ("backward", "take_registers<240>();", "240", "248", "deadlock.* take_registers"),
+    "registers that nobody has": (
+        "backward", "take_registers<At::kConsumerRegisters>();", "At::kConsumerRegisters", "248",
+        "deadlock.* take_registers",
+    ),
 }  # fmt: skip
 
 
-# A change that makes the forward pass compile fast: (lines, a part of them, its replacement)
+# A change of a header that makes both passes compile fast: (lines, a part of them, its replacement)
+HEADER = "cuda/hopper_attention.h"
+_BY_HEAD_DIM = "with_head_dim<Shape, bfloat16>(a, use) : with_head_dim<Shape, float16>(a, use)"
 ONE_HEAD_SIZE = (
-    "return a.dtype == Dtype::bfloat16 ? with_head_dim<bfloat16>(a, use) : with_head_dim<float16>(a, use);",
-    "a.dtype == Dtype::bfloat16 ? with_head_dim<bfloat16>(a, use) : with_head_dim<float16>(a, use)",
-    "with_kind<bfloat16, 64>(a, use)",
-)
-SOURCES = {"forward": "cuda/attention_hopper.cu", "backward": "tests/hopper/backward.cu"}
+    f"return a.dtype == Dtype::bfloat16 ? {_BY_HEAD_DIM};", f"a.dtype == Dtype::bfloat16 ? {_BY_HEAD_DIM}",
+    "with_kind<Shape, bfloat16, 64>(a, use)",
+)  # fmt: skip
+SOURCES = {"forward": "cuda/attention_hopper.cu", "backward": "cuda/attention_hopper_backward.cu"}
 
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if FAULTS[name][1]])
@@ -301,8 +343,7 @@ def test_planted_faults_are_found(name, tmp_path):
     path = tmp_path / SOURCES[kernel]
     if fault[0]:
         path.write_text(planted(path, *fault))
-    if kernel == "forward":
-        path.write_text(planted(path, *ONE_HEAD_SIZE))
+    (tmp_path / HEADER).write_text(planted(tmp_path / HEADER, *ONE_HEAD_SIZE))
     library = build.build_emulated(path)
     program = [sys.executable, ROOT / "tests/planted_faults_hopper.py", library, kernel]
     lines = subprocess.run(program, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
@@ -379,7 +420,7 @@ def test_the_gate_finds_planted_faults(name, tmp_path):
         shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
     path = tmp_path / SOURCES["forward"]
     path.write_text(planted(path, *fault))
-    path.write_text(planted(path, *ONE_HEAD_SIZE))
+    (tmp_path / HEADER).write_text(planted(tmp_path / HEADER, *ONE_HEAD_SIZE))
     compiled, messages = compile_gate.compile_hopper(path, tmp_path)
     kernels = compile_gate.kernels_of(compiled, path.name)
     faults = [f"{kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults()]

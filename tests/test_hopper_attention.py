@@ -589,12 +589,3 @@ def test_compiled_calls():
         with pytest.raises(RuntimeError, match="rows that begin at multiples of 16 bytes"):
             compiled(*moved)
     torch._dynamo.reset()
-
-
-@pytest.mark.representative
-def test_gradients_are_refused():
-    query, key, value = operands((1, 2, 2, 40, 40, 16, 16), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="its attention has no gradient"):
-        scaled_dot_product_attention(query.requires_grad_(), key, value)
-    with torch.no_grad():
-        assert scaled_dot_product_attention(query, key, value).shape == query.shape

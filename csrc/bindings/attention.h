@@ -134,7 +134,7 @@ void run_attention_backward(const Backend& backend, Problem& a, const Tensor& gr
                             const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& stats,
                             const Tensor& residual, const Tensor& grad_query, const Tensor& grad_key,
                             const Tensor& grad_value) {
-  const Tensor dout = with_dense_columns(grad_out), o = with_dense_columns(out), rest = with_dense_columns(residual);
+  const Tensor dout = Backend::loadable(grad_out), o = with_dense_columns(out), rest = with_dense_columns(residual);
   const Tensor rows = dense(stats);
   const std::optional<Tensor> dlse = dense(grad_lse);
   a.out = heads_of(o);

@@ -67,6 +67,9 @@ struct Backend {
 
   explicit Backend(const Tensor&) {}
 
+  // Return a gradient of the output as the kernel reads it.
+  static Tensor loadable(const Tensor& grad_out) { return with_dense_columns(grad_out); }
+
   // Whether a fast path's call of attention can be served, with what a backward pass reads if `keep`.
   template <class Problem>
   static constexpr bool serves(const Problem&, bool) {

@@ -38,6 +38,19 @@ struct Backend {
   // Hopper serves none of them.
   static bool serves(const Attention& a, bool keep) { return !keep && cuda::is_for_decoding(a) && !a.key_lengths; }
 
+  // Return a gradient of the output as the kernel reads it: TMA loads rows that begin at multiples of 16 bytes, and no
+  // expanded dimension.
+  static Tensor loadable(const Tensor& grad_out) {
+    const Sizes sizes = grad_out.sizes(), strides = grad_out.strides();
+    bool is_aligned = has_dense_columns(grad_out) && (uintptr_t)grad_out.const_data_ptr() % 16 == 0;
+    for (size_t d = 0; d + 1 < sizes.size(); ++d)
+      is_aligned = is_aligned && (sizes[d] == 1 || (strides[d] > 0 && strides[d] % 8 == 0));
+    if (is_aligned) return grad_out;
+    Tensor copy = empty(sizes, dtype_of(grad_out, "grad_out"), device_of(grad_out));
+    torch::stable::copy_(copy, grad_out);
+    return copy;
+  }
+
   template <class Problem>
   void run(const Problem& problem) const {
     cuda::run(problem, stream);
@@ -66,6 +79,18 @@ struct Backend {
 #else
     STD_TORCH_CHECK(false, "attention: this library has no kernel for Hopper");
 #endif
+  }
+
+  // Of a library with the kernels for Hopper.
+  void run(const AttentionBackward& a) const {
+    STD_TORCH_CHECK(a.seqlen_q <= cuda::kMaxKeys && a.seqlen_k <= cuda::kMaxKeys, "attention_backward: at most ",
+                    cuda::kMaxKeys, " queries or keys");
+    STD_TORCH_CHECK(!a.grad_mask, "attention_backward: the kernel for Hopper has no gradient of a mask");
+    STD_TORCH_CHECK(cuda::is_for_hopper(a),
+                    "attention_backward: the kernel for Hopper takes 16-bit operands whose rows ",
+                    "begin at multiples of 16 bytes");
+    const Tensor workspace = empty({cuda::hopper_workspace(a)}, Dtype::float32, device);
+    cuda::run_hopper(a, workspace.mutable_data_ptr<float>(), stream);
   }
 };
 

@@ -23,6 +23,9 @@ struct Backend {
     place.stream = triton::current_stream(place.device);
   }
 
+  // Return a gradient of the output as the kernel reads it.
+  static Tensor loadable(const Tensor& grad_out) { return with_dense_columns(grad_out); }
+
   // Whether a fast path's call of attention can be served, with what a backward pass reads if `keep`.
   static bool serves(const Attention& a, bool) { return triton::serves(a); }
 

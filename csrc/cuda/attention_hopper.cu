@@ -15,7 +15,6 @@
 
 #include <utility>
 
-#include "attention_mask.h"
 #include "hopper_attention.h"
 #include "kernels.h"
 #include "launch.h"
@@ -24,9 +23,6 @@
 
 namespace fastattn::cuda {
 namespace {
-
-// The code of a kernel. `general` adds a mask, takes any scale, and has dropout for calls with a threshold.
-enum class Kind { plain, dropout, general };
 
 // A kernel's tile, and the offsets in bytes of its buffers in shared memory.
 template <class Element, int kHeadDim, Kind kCode>
@@ -96,10 +92,6 @@ struct Consumer;
 template <class At>
 __device__ __forceinline__ void store_results(const Consumer<At>& c, const Tile& tile);
 
-template <class At, class Result>
-__device__ __forceinline__ void store_row(const Problem& p, const Heads& to, const Tile& tile, int row, bool is_inside,
-                                          int r, const Result& result);
-
 template <class At>
 __device__ __forceinline__ void store_statistics(const Problem& p, const Tile& tile, int row, float shift, float sum);
 
@@ -153,22 +145,16 @@ __device__ __forceinline__ Tile tile_at(const Problem& p, int index) {
   const int number = p.tiles - 1 - index % size / in_section, first = number * At::kRows;
   const int batch = z / (int)p.num_heads, head = z % (int)p.num_heads;
 
-  int first_query = 0, first_key = 0, seqlen_q = (int)p.seqlen_q, length = (int)p.seqlen_k;
-  if (p.cu_seq_q) {
-    first_query = (int)p.cu_seq_q[batch], first_key = (int)p.cu_seq_k[batch];
-    seqlen_q = (int)p.cu_seq_q[batch + 1] - first_query, length = (int)p.cu_seq_k[batch + 1] - first_key;
-  }
-  if (p.key_lengths) length = (int)p.key_lengths[batch];
-  const Visibility<int> visibility(length, seqlen_q, p.lower_right, p.window_left, p.window_right);
-  const Interval seen(visibility, first, min(first + At::kRows, seqlen_q) - 1, At::kKeys);
+  const Sequence s(p, batch);
+  const Interval seen(s.visibility, first, min(first + At::kRows, s.seqlen_q) - 1, At::kKeys);
   int count = seen.end - seen.begin, partial = count - (seen.full_end - seen.full_begin);
   const int* list = nullptr;
-  if (At::kKind == Kind::general && p.mask.data && first < seqlen_q) {
+  if (At::kKind == Kind::general && p.mask.data && first < s.seqlen_q) {
     list = p.mask_tiles.list(batch, head, number);
     partial = list[0], count = list[1], list += 2;
   }
-  return {batch, head,  number,  first_query,     first_key,     seqlen_q, visibility,
-          first, count, partial, seen.full_begin, seen.full_end, seen.end, list};
+  return {batch, head,  number,  s.first_query,   s.first_key,   s.seqlen_q, s.visibility,
+          first, count, partial, seen.full_begin, seen.full_end, seen.end,   list};
 }
 
 // The thread that loads.
@@ -499,39 +485,13 @@ __device__ __forceinline__ void store_results(const Consumer<At>& c, const Tile&
       const float x = result(i), rest = x - to_float(from_float<T>(x));
       return fabsf(rest) < INFINITY ? rest : 0.0f;
     };
-    store_row<At>(p, p.out, tile, row, is_inside, r, result);
-    if (p.residual.data) store_row<At>(p, p.residual, tile, row, is_inside, r, residual);
+    const auto store = [&](const Heads& to, const auto& values) {
+      T* const out = (T*)to.data + row_offset(to, p.cu_seq_q ? 0 : tile.batch, tile.head, tile.first_query + row);
+      store_row<At::D>(out, p.value_head_dim, is_inside, r, values);
+    };
+    store(p.out, result);
+    if (p.residual.data) store(p.residual, residual);
     if (is_inside && c.lane % 4 == 0) store_statistics<At>(p, tile, row, c.shift[r], sum);
-  }
-}
-
-// Store row r of a thread, with result(i) for the i-th sum of O. The four lanes of a row exchange pairs of columns, so
-// that each stores 16 bytes.
-template <class At, class Result>
-__device__ __forceinline__ void store_row(const Problem& p, const Heads& to, const Tile& tile, int row, bool is_inside,
-                                          int r, const Result& result) {
-  using T = typename At::T;
-  const int own = (int)threadIdx.x % 4;
-  T* const out = (T*)to.data + row_offset(to, p.cu_seq_q ? 0 : tile.batch, tile.head, tile.first_query + row);
-#pragma unroll
-  for (int g = 0; g < At::D / 32; ++g) {
-    uint32_t four[4];  // pairs of columns 32 g + 8 c + 2 own, then 32 g + 8 own + 2 c
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int i = (4 * g + c) * 4 + 2 * r;
-      four[c] = pack(result(i), result(i + 1), T());
-    }
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (c & bit) continue;
-        const bool is_upper = own & bit;
-        const uint32_t other = __shfl_xor_sync(kAllLanes, is_upper ? four[c] : four[c + bit], bit);
-        (is_upper ? four[c] : four[c + bit]) = other;
-      }
-    const int column = 32 * g + 8 * own;
-    if (is_inside && column < p.value_head_dim) *(uint4*)(out + column) = {four[0], four[1], four[2], four[3]};
   }
 }
 
@@ -549,21 +509,6 @@ __device__ __forceinline__ void store_statistics(const Problem& p, const Tile& t
   if (p.lse) p.lse[at] = sum == 0 ? -INFINITY : row_max + logf(sum);
 }
 
-// Return the map of an operand, for boxes of so many rows. Without elements it is never read, and the map is of
-// `other`.
-template <class At>
-CUtensorMap map_of(const Heads& heads, int columns, int64_t rows, int64_t num_heads, int64_t batch, int box_rows,
-                   const void* other) {
-  const bool is_empty = rows == 0 || num_heads == 0 || batch == 0;
-  const uint64_t sizes[4] = {(uint64_t)columns, (uint64_t)max(rows, 1), (uint64_t)max(num_heads, 1),
-                             (uint64_t)max(batch, 1)};
-  uint64_t strides[3] = {(uint64_t)heads.row * 2, (uint64_t)heads.head * 2, (uint64_t)heads.batch * 2};
-  for (int d = 0; d < 3; ++d)  // A dimension of size 1 may have any stride in the tensor, which the map does not take.
-    if (sizes[d + 1] == 1) strides[d] = d ? strides[d - 1] * sizes[d] : sizes[0] * 2;
-  return tensor_map(is_empty ? other : heads.data, sizes, strides, {At::kColumns, (uint32_t)box_rows, 1, 1},
-                    At::kSwizzle);
-}
-
 constexpr int64_t kSectionBytes = 32 << 20;  // of keys and values, of an H100's 50 MiB of L2 cache
 
 template <class At>
@@ -578,13 +523,13 @@ void launch_shape(const Attention& a, void* workspace, int blocks, cudaStream_t 
   p.total = (int)(heads * p.tiles);
   p.mask_tiles = {};
   if (a.mask.data) {
-    p.mask_tiles.set(a, At::kRows, At::kKeys, workspace);
+    p.mask_tiles.set(a, At::kRows, At::kKeys, false, workspace);
     list_mask_tiles(a, p.mask_tiles, stream);
   }
   const bool is_packed = a.cu_seq_q != nullptr;
   const int64_t batch = is_packed ? 1 : a.batch;
   const auto map = [&](const Heads& operand, int columns, int64_t rows, int64_t num_heads, int box_rows) {
-    return map_of<At>(operand, columns, rows, num_heads, batch, box_rows, a.query.data);
+    return map_of(operand, {At::kColumns, box_rows}, At::kSwizzle, columns, rows, num_heads, batch, a.query.data);
   };
   launch(attend_hopper<At>, dim3((unsigned)min(p.total, blocks)), At::kThreads, At::kBytes + kSharedAlignment, stream,
          map(a.query, a.head_dim, a.rows_q, a.num_heads, At::kRows),
@@ -592,43 +537,9 @@ void launch_shape(const Attention& a, void* workspace, int blocks, cudaStream_t 
          map(a.value, a.value_head_dim, a.rows_k, a.num_kv_heads, At::kKeys), p);
 }
 
-// Call use(shape) with the kernel's shape for this problem. Few shapes have a general kernel, which takes long to
-// compile.
-template <class T, int D, class Use>
-auto with_kind(const Attention& a, const Use& use) {
-  constexpr int kWide = D <= 64 ? 64 : D <= 128 ? 128 : 256;
-  constexpr float kHuge = -kLowest / 1.5f;  // A greater scale times log2(e) is infinite.
-  if (a.mask.data || a.scale <= 0 || a.scale > kHuge) return use(Shape<T, kWide, Kind::general>());
-  if (a.threshold) return use(Shape<T, D, Kind::dropout>());
-  return use(Shape<T, D, Kind::plain>());
-}
-
-template <class T, class Use>
-auto with_head_dim(const Attention& a, const Use& use) {
-  const int size = max(a.head_dim, a.value_head_dim);
-  if (size <= 64) return with_kind<T, 64>(a, use);
-  if (size <= 96) return with_kind<T, 96>(a, use);
-  if (size <= 128) return with_kind<T, 128>(a, use);
-  if (size <= 192) return with_kind<T, 192>(a, use);
-  return with_kind<T, 256>(a, use);
-}
-
-template <class Use>
-auto with_shape(const Attention& a, const Use& use) {
-  return a.dtype == Dtype::bfloat16 ? with_head_dim<bfloat16>(a, use) : with_head_dim<float16>(a, use);
-}
-
 }  // namespace
 
 bool is_for_hopper(const Attention& a) {
-  const auto is_addressed = [](const Heads& heads, int head_dim, int64_t rows, int64_t num_heads, int64_t batch) {
-    int64_t bits = (int64_t)heads.data / 2 | head_dim;  // in elements
-    for (const auto& [size, stride] : {std::pair(rows, heads.row), {num_heads, heads.head}, {batch, heads.batch}}) {
-      if (size > 1 && stride <= 0) return false;
-      if (size > 1) bits |= stride;
-    }
-    return bits % 8 == 0;
-  };
   const int64_t batch = a.cu_seq_q ? 1 : a.batch;
   return (a.dtype == Dtype::bfloat16 || a.dtype == Dtype::float16) && max(a.head_dim, a.value_head_dim) <= 256 &&
          max(a.rows_q, a.rows_k) <= INT32_MAX && is_addressed(a.query, a.head_dim, a.rows_q, a.num_heads, batch) &&
@@ -638,14 +549,14 @@ bool is_for_hopper(const Attention& a) {
 
 int64_t hopper_workspace(const Attention& a) {
   if (!a.mask.data) return 0;
-  return with_shape(a, [&](auto at) {
+  return with_shape<Shape>(a, [&](auto at) {
     MaskTiles tiles;
-    return ceil_div(tiles.set(a, decltype(at)::kRows, decltype(at)::kKeys, nullptr), (int64_t)sizeof(float));
+    return ceil_div(tiles.set(a, decltype(at)::kRows, decltype(at)::kKeys, false, nullptr), (int64_t)sizeof(float));
   });
 }
 
 void run_hopper(const Attention& a, float* workspace, int blocks, cudaStream_t stream) {
-  with_shape(a, [&](auto at) { launch_shape<decltype(at)>(a, workspace, blocks, stream); });
+  with_shape<Shape>(a, [&](auto at) { launch_shape<decltype(at)>(a, workspace, blocks, stream); });
 }
 
 }  // namespace fastattn::cuda

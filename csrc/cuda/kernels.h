@@ -32,6 +32,12 @@ bool is_for_hopper(const Attention&);
 int64_t hopper_workspace(const Attention&);
 void run_hopper(const Attention&, float* workspace, int blocks, cudaStream_t);
 
+// Attention backward, from the results of run_hopper, for the same operands, and a gradient of the output with such
+// rows. There is no gradient of the mask.
+bool is_for_hopper(const AttentionBackward&);
+int64_t hopper_workspace(const AttentionBackward&);
+void run_hopper(const AttentionBackward&, float* workspace, cudaStream_t);
+
 int64_t workspace(const LayerNormBackward&);
 void run(const LayerNormBackward&, float* workspace, cudaStream_t);
 

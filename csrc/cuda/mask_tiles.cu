@@ -1,7 +1,8 @@
-// The lists of tiles of keys that a mask leaves.
+// The lists of tiles that a mask leaves.
 //
 //   cover_tiles, for each warp: a tile of the mask, `rows` queries x `keys` keys: reads it; writes its cover and `seen`
 //   list_tiles, for each thread: a tile of queries of a head: for each tile of keys: appends it to the list
+//   list_query_tiles, for each thread: a tile of keys of a head: for each tile of queries: appends it to the list
 //
 // cover (B, H, tiles of rows, tiles of keys) and seen (B, H, tiles of rows, Lk) have a byte per element, and 1 instead
 // of sizes that the mask broadcasts.
@@ -13,8 +14,6 @@
 
 namespace fastattn::cuda {
 namespace {
-
-enum Cover : uint8_t { kNone = 0, kSome = 1, kAll = 2 };  // kAll: Every pair is visible, and nothing is added.
 
 __global__ void __launch_bounds__(kWarp* kWarps) cover_tiles(const Mask mask, const MaskTiles t, int64_t count) {
   const int64_t index = (int64_t)blockIdx.x * kWarps + threadIdx.x / kWarp;
@@ -39,17 +38,31 @@ __global__ void __launch_bounds__(kWarp* kWarps) cover_tiles(const Mask mask, co
   if (lane == 0) t.cover[index] = some ? (rest ? kSome : kAll) : kNone;
 }
 
+// The place in a head's tiles of a thread that makes a list, and who sees whom there.
+struct Owner {
+  int tile, head, batch;
+  Visibility<int> visibility;
+
+  __device__ __forceinline__ Owner(const Attention& a, const MaskTiles& t, int64_t index)
+      : tile((int)(index % t.owners())),
+        head((int)(index / t.owners() % t.heads)),
+        batch((int)(index / t.owners() / t.heads)),
+        visibility(a.key_lengths ? a.key_lengths[batch] : a.seqlen_k, a.seqlen_q, a.lower_right, a.window_left,
+                   a.window_right) {}
+
+  // The tiles of keys that a tile of queries sees.
+  __device__ __forceinline__ Interval seen_by(const Attention& a, const MaskTiles& t, int tile_q) const {
+    return Interval(visibility, tile_q * t.rows, (int)min((tile_q + 1) * t.rows, a.seqlen_q) - 1, t.keys);
+  }
+};
+
 __global__ void __launch_bounds__(kWarp* kWarps) list_tiles(const Attention a, const MaskTiles t, int64_t count) {
   const int64_t index = (int64_t)blockIdx.x * (kWarp * kWarps) + threadIdx.x;
   if (index >= count) return;
-  const int tile_q = (int)(index % t.tiles_q), head = (int)(index / t.tiles_q % t.heads);
-  const int batch = (int)(index / t.tiles_q / t.heads);
-  const Visibility<int> visibility(a.key_lengths ? a.key_lengths[batch] : a.seqlen_k, a.seqlen_q, a.lower_right,
-                                   a.window_left, a.window_right);
-  const int first = tile_q * t.rows, last = (int)min(first + t.rows, a.seqlen_q) - 1;
-  const Interval seen(visibility, first, last, t.keys);
-  const uint8_t* cover = t.cover + t.plane(batch, head, tile_q) * t.tiles_k;
-  int* list = t.lists + index * (2 + t.tiles_k);
+  const Owner own(a, t, index);
+  const Interval seen = own.seen_by(a, t, own.tile);
+  const uint8_t* cover = t.covers(own.batch, own.head, own.tile);
+  int* list = t.lists + index * t.pitch();
   int found = 0;
   for (const bool wants_full : {false, true}) {
     for (int tile = seen.begin; tile < seen.end; ++tile) {
@@ -60,13 +73,31 @@ __global__ void __launch_bounds__(kWarp* kWarps) list_tiles(const Attention a, c
   }
 }
 
+__global__ void __launch_bounds__(kWarp* kWarps) list_query_tiles(const Attention a, const MaskTiles t, int64_t count) {
+  const int64_t index = (int64_t)blockIdx.x * (kWarp * kWarps) + threadIdx.x;
+  if (index >= count) return;
+  const Owner own(a, t, index);
+  int* list = t.lists + index * t.pitch();
+  int found = 0;
+  for (int tile = 0; tile < t.tiles_q; ++tile) {
+    const Interval seen = own.seen_by(a, t, tile);
+    const uint8_t cover = t.covers(own.batch, own.head, tile)[own.tile];
+    if (own.tile < seen.begin || own.tile >= seen.end || cover == kNone) continue;
+    const bool is_full =
+        cover == kAll && seen.full_begin <= own.tile && own.tile < seen.full_end && (tile + 1) * t.rows <= a.seqlen_q;
+    list[1 + found++] = 2 * tile + !is_full;
+  }
+  list[0] = found;
+}
+
 }  // namespace
 
 void list_mask_tiles(const Attention& a, const MaskTiles& t, cudaStream_t stream) {
   const int64_t covers = (int64_t)t.batches * t.heads * t.mask_q * t.tiles_k;
-  const int64_t lists = (int64_t)t.list_batches * t.heads * t.tiles_q;
+  const int64_t lists = (int64_t)t.list_batches * t.heads * t.owners();
   launch(cover_tiles, ceil_div(covers, kWarps), kWarp * kWarps, stream, a.mask, t, covers);
-  launch(list_tiles, ceil_div(lists, kWarp * kWarps), kWarp * kWarps, stream, a, t, lists);
+  launch(t.by_keys ? list_query_tiles : list_tiles, ceil_div(lists, kWarp * kWarps), kWarp * kWarps, stream, a, t,
+         lists);
 }
 
 }  // namespace fastattn::cuda

@@ -1,5 +1,5 @@
-"""The CUDA C++ backend: ``csrc/cuda``, compiled into ``_cuda.so``. It has attention for decoding, on every GPU, and a
-forward pass for Hopper."""
+"""The CUDA C++ backend: ``csrc/cuda``, compiled into ``_cuda.so``. It has attention for decoding, on every GPU, and
+attention with its backward pass for Hopper."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ import torch
 
 from fastattn._torch_private import is_observed, is_transformed
 from fastattn.backends import native
-from fastattn.backends.common import capability, common_refusal, device_of, first_tensor, is_recorded
-from fastattn.backends.schema import TENSORS, AnyArgs, AttentionArgs, DropoutMaskArgs, VarlenAttentionArgs
+from fastattn.backends.common import capability, common_refusal, device_of, first_tensor, forward_of, is_recorded
+from fastattn.backends.schema import (
+    TENSORS,
+    AnyArgs,
+    AttentionArgs,
+    DropoutMaskArgs,
+    VarlenAttentionArgs,
+)
 
 DEVICE = "cuda"
 MISSING = native.missing("cuda")
@@ -82,55 +88,70 @@ def refusal(op: str, args: AnyArgs) -> str | None:
         return "its library has no code for this GPU's compute capability, {}.{}".format(*capability(device))
     if op not in FUNCTIONS:
         return f"it has no {op}"
-    return _attention_refusal(args) if isinstance(args, AttentionArgs | VarlenAttentionArgs) else None
+    forward = _attention_of(args)
+    return None if forward is None else _attention_refusal(args, forward)
 
 
 def withheld(args: AnyArgs) -> str | None:
     """Return why only ``backend("cuda")`` gets a call that this backend serves, or None."""
-    if isinstance(args, AttentionArgs | VarlenAttentionArgs) and _beyond_decoding(args):
-        return 'its kernel for Hopper has run on no GPU yet, so only backend("cuda") takes it'
+    forward = _attention_of(args)
+    if forward is not None and _beyond_decoding(args, forward):
+        return 'its kernels for Hopper have run on no GPU yet, so only backend("cuda") takes them'
     return None
 
 
-def _attention_refusal(args: AttentionArgs | VarlenAttentionArgs) -> str | None:
-    length = -2 if isinstance(args, AttentionArgs) else 0
-    rows = math.prod(args.query.shape[:-1])
+def _attention_of(args: AnyArgs) -> AttentionArgs | VarlenAttentionArgs | None:
+    """Return the forward pass's record of attention or of its backward pass, None of other operations."""
+    forward = forward_of(args)
+    return forward if isinstance(forward, AttentionArgs | VarlenAttentionArgs) else None
+
+
+def _attention_refusal(args: AnyArgs, forward: AttentionArgs | VarlenAttentionArgs) -> str | None:
+    length = -2 if isinstance(forward, AttentionArgs) else 0
+    rows = math.prod(forward.query.shape[:-1])
     if rows > MAX_ROWS:
         return f"it takes up to 2**31 - 1 rows of queries, not {rows}"
-    for name, count in (("queries", args.query.size(length)), ("keys", args.key.size(length))):
+    for name, count in (("queries", forward.query.size(length)), ("keys", forward.key.size(length))):
         if count > MAX_KEYS:
             return f"it takes up to 2**29 {name}, not {count}"
-    if args.keep_residual or is_recorded(args.query, args.key, args.value, getattr(args, "attn_mask", None)):
-        return "its attention has no gradient"
     if is_transformed():  # inside vmap a tensor's requires_grad does not show whether a gradient is needed
         return "its attention is not for functorch's transforms"
-    beyond = _beyond_decoding(args)
-    reason = beyond and _beyond_hopper(args)
+    beyond = _beyond_decoding(args, forward)
+    reason = beyond and _beyond_hopper(args, forward)
     return f"its kernel for decoding takes {beyond}, that for Hopper {reason}" if reason else None
 
 
-def _beyond_decoding(args: AttentionArgs | VarlenAttentionArgs) -> str | None:
+def _beyond_decoding(args: AnyArgs, forward: AttentionArgs | VarlenAttentionArgs) -> str | None:
     """Return what the kernel for decoding takes, if this call is something else."""
-    if not isinstance(args, AttentionArgs):
+    if not isinstance(forward, AttentionArgs):
         return "no packed sequences"
-    if args.query.size(2) > MAX_QUERIES:
-        return f"up to {MAX_QUERIES} queries, not {args.query.size(2)}"
-    return "no dropout" if args.threshold != 0 else None
+    if forward.query.size(2) > MAX_QUERIES:
+        return f"up to {MAX_QUERIES} queries, not {forward.query.size(2)}"
+    is_backward = args is not forward
+    if (
+        is_backward
+        or forward.keep_residual
+        or is_recorded(forward.query, forward.key, forward.value, forward.attn_mask)
+    ):
+        return "no gradients"
+    return "no dropout" if forward.threshold != 0 else None
 
 
-def _beyond_hopper(args: AttentionArgs | VarlenAttentionArgs) -> str | None:
-    """Return what the kernel for Hopper takes, if this call is something else. TMA has the limits of addresses."""
-    device, dtype = args.query.device, args.query.dtype
+def _beyond_hopper(args: AnyArgs, forward: AttentionArgs | VarlenAttentionArgs) -> str | None:
+    """Return what the kernels for Hopper take, if this call is something else. TMA has the limits of addresses."""
+    device, dtype = forward.query.device, forward.query.dtype
     if device.type == "cuda" and capability(device) != HOPPER:
         return "GPUs of compute capability {}.{}, this one has {}.{}".format(*HOPPER, *capability(device))
     if (HOPPER, HOPPER) not in CAPABILITIES and device.type == "cuda":
         return "is not in the library, which is built without 9.0a"
     if dtype == torch.float32:
         return "bfloat16 and float16, not float32"
-    for head_dim in (args.query.size(-1), args.value.size(-1)):
+    if getattr(args, "mask_grad", False) or is_recorded(getattr(forward, "attn_mask", None)):
+        return "no mask whose gradient is needed"
+    for head_dim in (forward.query.size(-1), forward.value.size(-1)):
         if head_dim % 8:
             return f"head sizes that are multiples of 8, not {head_dim}"
-    for tensor in (args.query, args.key, args.value):
+    for tensor in (forward.query, forward.key, forward.value):
         if tensor.stride(-1) != 1:  # It is copied.
             continue
         strides = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size > 1]

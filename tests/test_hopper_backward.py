@@ -1,0 +1,448 @@
+"""The cuda backend's gradients of attention for Hopper. Its device code is emulated on the CPU.
+
+Facts about Hopper's instructions and planted faults are in test_hopper.py, the forward pass in
+test_hopper_attention.py."""
+
+import contextlib
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import DEVICE, require
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import GRADIENT_LAYOUTS, assert_accurate, dropout_mask, gradients, varlen_attention
+from pairs import in_turn, pairwise
+from test_attention import DIAGONALS, EXCLUDING, MASKS, NOTHING, WINDOWS, excluding, mask_views, operands
+from test_attention import check as check_all
+from test_cuda_attention import emulated_controls
+from test_exact_gradients import (
+    CALLS,
+    REGIMES,
+    assert_pooled,
+    draw,
+    draw_packed,
+    test_queries_that_see_one_key,  # noqa: F401 (runs here too)
+    test_the_first_query_of_a_causal_call,  # noqa: F401
+)
+
+import emulation
+import fastattn
+from fastattn import scaled_dot_product_attention, varlen_attn
+
+IS_EMULATED = DEVICE == "cpu"
+HALVES = [torch.bfloat16, torch.float16]
+SEED = torch.tensor([0x1234567890ABCDEF, 7])
+SCHEDULES = range(5 if IS_EMULATED else 2)
+
+
+@pytest.fixture(params=["cuda"], autouse=True)  # a parameter, so that conftest.py marks these tests
+def backend(request):
+    require("cuda")
+    if not IS_EMULATED and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for GPUs of compute capability 9.0")
+    with emulation.strict() if IS_EMULATED else contextlib.nullcontext(), fastattn.backend("cuda"):
+        yield request.param
+
+
+@pytest.fixture
+def controls(backend):
+    yield from emulated_controls()
+
+
+def check(query, key, value, attn_mask=None, **options):
+    """Check the output, the LSE and the gradients of query, key and value. A float mask has none here."""
+    enable_gqa = query.size(1) != key.size(1)
+    return check_all(query, key, value, attn_mask, mask_grad=False, enable_gqa=enable_gqa, **options)
+
+
+SHAPES = [  # (B, Hq, Hk, Lq, Lk, E, Ev)
+    *((1, 1, 1, 1, 1, 8, 8), (2, 3, 3, 20, 37, 64, 64), (1, 4, 2, 213, 203, 64, 64), (2, 6, 2, 21, 131, 96, 32)),
+    *((1, 4, 1, 150, 260, 128, 128), (1, 1, 1, 70, 200, 192, 184), (1, 2, 1, 70, 140, 256, 256)),
+    *((1, 1, 1, 20, 300, 16, 200), (1, 1, 1, 300, 50, 40, 72), (1, 2, 1, 129, 257, 128, 80)),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, dtype):
+    check(*operands(shape, dtype), lse=False)
+    check(*operands(shape, dtype), is_causal=True)
+    check(*operands(shape, dtype), dropout_p=0.2, seed=SEED)
+
+
+@pytest.mark.representative
+def test_a_small_problem():
+    check(*operands((1, 2, 1, 70, 140, 64, 64), torch.bfloat16), is_causal=True, dropout_p=0.2, seed=SEED)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 191, 192, 193, 257])
+def test_lengths_around_tiles(dtype, length):
+    check(*operands((1, 1, 1, length, length + 1, 32, 32), dtype), is_causal=True)
+    check(*operands((1, 1, 1, 18, length, 192, 192), dtype), window_size=(100, 3), causal_variant="lower_right")
+    check(*operands((1, 1, 1, length, 70, 128, 128), dtype), window_size=(20, 30))
+
+
+@pytest.mark.parametrize(("e", "dtype"), in_turn(range(8, 257, 8), HALVES), ids=str)
+def test_every_head_size(e, dtype):
+    check(*operands((1, 2, 1, 18, 135, e, max(8, e - 24)), dtype), is_causal=True)
+    check(*operands((1, 1, 1, 18, 70, max(8, e - 56), e), dtype), torch.randn(70), dropout_p=0.3, seed=SEED)
+
+
+@pairwise(
+    p=[0.0, 0.4],
+    lengths=[None, (153, 0, 118)],
+    window=[*WINDOWS[:4], (100, 30)],
+    mask=MASKS,
+    diagonal=DIAGONALS,
+    queries=[21, 140],
+    sizes=[(16, 24), (64, 64), (128, 128), (192, 192)],
+    dtype=HALVES,
+)
+def test_masks_combine(p, lengths, window, mask, diagonal, queries, sizes, dtype):
+    attn_mask = MASKS[mask]((3, 2, queries, 153))
+    attn_mask = attn_mask.to(dtype) if mask == "float" else attn_mask
+    lengths = None if lengths is None else torch.tensor(lengths)
+    options = {"key_lengths": lengths, "window_size": window, **DIAGONALS[diagonal]}
+    check(
+        *operands((3, 2, 1, queries, 153, *sizes), dtype), attn_mask, dropout_p=p, seed=SEED if p else None, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("view", "kind"),
+    [*in_turn(mask_views(21), [torch.bool]), *in_turn(mask_views(21), [torch.float32, *HALVES])],
+    ids=str,
+)
+def test_mask_broadcasts_and_strides(kind, view):
+    shape, look = mask_views(21)[view]
+    mask = torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind)
+    check(*operands((3, 4, 4, 21, 43, 8, 8), torch.bfloat16), look(mask))
+
+
+def test_masks_that_leave_out_tiles():
+    """Tiles of queries to which a mask shows nothing, all or some, per head, are left out, taken whole or masked."""
+    ends = torch.tensor([300, 128, 0, 131])[:, None]
+    mask = (torch.arange(300) < ends).repeat_interleave(70, 0)[:270]
+    both = torch.stack([mask, torch.ones_like(mask)])
+    query, key, value = operands((1, 2, 1, 270, 300, 64, 64), torch.bfloat16)
+    for some in (mask, both, torch.where(both, 0.0, -math.inf)):
+        for options in ({}, {"window_size": (150, 20)}, {"key_lengths": torch.tensor([290]), "is_causal": True}):
+            check(query, key, value, some, **options)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", EXCLUDING)
+def test_excluded_keys_may_hold_anything(kind, dtype, bad):
+    dropout = {"dropout_p": 0.2, "seed": SEED} if kind == "bias, lengths" else {}
+    tensors, masks, gone = excluding(kind, dtype, 40, bad)
+    _, (_, grad_key, grad_value) = check(*tensors, **masks, **dropout)
+    assert (grad_key[gone] == 0).all()
+    assert (grad_value[gone] == 0).all()
+
+
+@pairwise(kind=NOTHING, dtype=HALVES, p=[0.0, 0.3])
+def test_nothing_to_see(kind, dtype, p):
+    _, grads = check(*operands((2, 2, 2, 19, 40, 16, 16), dtype), dropout_p=p, seed=SEED, **NOTHING[kind]())
+    if not kind.startswith("some rows"):
+        assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 256])
+def test_nan_of_a_query_that_sees_nothing_stays_there(head_dim, dtype):
+    """Neither NaN in such a query nor in its output's gradient reaches another gradient, and its own is 0."""
+    query, key, value = operands((1, 2, 2, 70, 77, head_dim, head_dim), dtype)
+    mask = torch.rand(70, 77) < 0.7
+    mask[:, 0], mask[3] = True, False
+    grad = torch.randn_like(query)
+    query[:, :, 3] = grad[:, :, 3] = math.nan
+    tensors = [t.requires_grad_() for t in (query, key, value)]
+    lower = {"key_lengths": torch.tensor([66]), **DIAGONALS["lower"]}  # The first four queries see nothing.
+    for masks in ({"attn_mask": mask}, lower):
+        found = torch.autograd.grad(scaled_dot_product_attention(*tensors, **masks), tensors, grad)
+        assert all(t.isfinite().all() for t in found)
+        assert not found[0][:, :, 3].any()
+
+
+def test_nan_reaches_what_attends_to_it():
+    query, key, value = (t.requires_grad_() for t in operands((1, 1, 1, 70, 140, 8, 8), torch.bfloat16))
+    out = scaled_dot_product_attention(query, key, value, is_causal=True)
+    grad = torch.randn_like(out)
+    grad[0, 0, 66, 3] = math.nan
+    found = torch.autograd.grad(out, (query, key, value), grad)
+    assert found[0].isnan().any(-1).squeeze().nonzero().tolist() == [[66]]
+    assert found[2][..., :67, 3].isnan().all()
+    assert not found[2][..., :3].isnan().any()
+    assert not found[1][..., 67:, :].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 2, 20, 0, 8, 8), (0, 2, 2, 20, 5, 8, 8), (2, 2, 2, 0, 5, 8, 8)], ids=str)
+def test_nothing_at_all(shape, dtype):
+    check(*operands(shape, dtype))
+    mask = torch.ones(shape[0], 1, shape[3], shape[4], dtype=torch.bool)
+    check(*operands(shape, dtype), mask, dropout_p=0.3, seed=SEED)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scale", [0, -0.7, 3.5, 1e-3, 1e-50])
+def test_scale(scale, dtype):
+    tensors = operands((1, 2, 2, 21, 143, 16, 16), dtype)
+    check(*tensors, scale=scale)
+    check(*tensors, torch.randn(143), scale=scale, is_causal=True)
+    check(*tensors, scale=scale, dropout_p=0.3, seed=SEED)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("largest", [100.0, -100.0])
+def test_large_scores(largest, dtype):
+    query, key, value = operands((1, 2, 2, 40, 143, 16, 16), dtype)
+    scale = largest / (query.double() @ key.double().mT).abs().amax().item()
+    check(query, key, value, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_mask_of_the_smallest_number(dtype):
+    tensors = operands((1, 2, 2, 26, 143, 16, 16), dtype)
+    minimum = torch.finfo(dtype).min
+    check(*tensors, torch.zeros(143, dtype=dtype).masked_fill(torch.arange(143) > 20, minimum))
+    check(*tensors, torch.full((143,), torch.finfo(torch.float32).min), lse=False)
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_dropped_weights_of_long_rows(head_dim, has_mask):
+    """Tiles of queries and keys beyond the first ones drop what the formula says: with equal scores and slices of the
+    identity as gradients of the output, the gradients of the values show single weights."""
+    lq, lk = 150, 200
+    query, key = torch.zeros(1, 2, lq, 16, dtype=torch.bfloat16), torch.zeros(1, 1, lk, 16, dtype=torch.bfloat16)
+    value = torch.zeros(1, 1, lk, head_dim, dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(lq, lk, dtype=torch.bool) if has_mask else None
+    out = scaled_dot_product_attention(query, key, value, mask, 0.3, seed=SEED, enable_gqa=True)
+    wanted = dropout_mask((1, 2, lq, lk), 0.3, SEED)
+    for head in (0, 1):
+        parts = []
+        for part in torch.eye(lq, dtype=torch.bfloat16).split(head_dim, 1):
+            grad = torch.zeros_like(out)
+            grad[:, head, :, : part.size(1)] = part
+            parts.append(torch.autograd.grad(out, value, grad, retain_graph=True)[0][0, 0, :, : part.size(1)])
+        assert torch.equal(torch.cat(parts, 1).mT != 0, wanted[0, head])
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool])
+@pytest.mark.parametrize("p", [1e-6, 7.6e-6, 0.99999, 1.0])
+def test_dropout_extremes(p, mask):
+    tensors = operands((1, 2, 2, 19, 145, 8, 8), torch.bfloat16)
+    mask = None if mask is None else torch.rand(19, 145) < 0.7
+    check(*tensors, mask, dropout_p=p, seed=SEED)
+
+
+@pytest.mark.parametrize("seed", [(2**63 - 1, 2**32 + 5), (-1, 0), (-(2**63), 2**40), (3, -1)], ids=str)
+def test_dropout_seeds(seed):
+    check(*operands((1, 2, 2, 19, 45, 8, 8), torch.bfloat16), dropout_p=0.5, seed=torch.tensor(seed))
+
+
+# Packed sequences
+
+QUERIES, KEYS = (5, 0, 133, 1, 17, 64), (9, 4, 140, 0, 200, 64)
+
+
+def check_packed(tensors, queries, keys, **options):
+    sequences = [torch.tensor([0, *itertools.accumulate(n)]) for n in (queries, keys)]
+    longest = max(queries), max(keys)
+
+    def of(dtype):
+        def function(*tensors):
+            return varlen_attention(*(t.to(dtype) for t in tensors), *sequences, dtype=dtype, **options)
+
+        return gradients(function, tensors)
+
+    def function(*tensors):
+        return varlen_attn(*tensors, *sequences, *longest, return_lse=True, **options)
+
+    found, wanted, peer = gradients(function, tensors)[1], of(torch.float64)[1], of(tensors[0].dtype)[1]
+    for name, *three in zip(("query", "key", "value"), found, wanted, peer, strict=True):
+        assert_accurate(*three, f"gradient of {name} {options}")
+    return found
+
+
+def packed(queries, keys, heads, sizes, dtype):
+    (hq, hk), (e, ev) = heads, sizes
+    shapes = (sum(queries), hq, e), (sum(keys), hk, e), (sum(keys), hk, ev)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pairwise(
+    options=[
+        {},
+        {"is_causal": True},
+        {"window_size": (4, 2)},
+        {"is_causal": True, "window_size": (6, -1), "scale": -0.3},
+        {"is_causal": True, "dropout_p": 0.4},
+    ],
+    heads=[(2, 2), (4, 2), (3, 1)],
+    sizes=[(16, 16), (64, 24), (128, 128)],
+    dtype=HALVES,
+)
+def test_packed_sequences(options, heads, sizes, dtype):
+    tensors = packed(QUERIES, KEYS, heads, sizes, dtype)
+    check_packed(tensors, QUERIES, KEYS, seed=SEED, enable_gqa=heads[0] != heads[1], **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3}], ids=str)
+def test_used_keys_of_packed_sequences(options):
+    used = torch.tensor([3, 4, 131, 0, 116, 64])
+    query, key, value = packed(QUERIES, KEYS, (2, 1), (16, 16), torch.bfloat16)
+    unused = torch.cat([torch.arange(n) >= m for n, m in zip(KEYS, used, strict=True)])
+    key[unused], value[unused] = math.nan, math.inf
+    clean = check_packed((query, key, value), QUERIES, KEYS, seqused_k=used, seed=SEED, enable_gqa=True, **options)
+    assert not clean[1][unused].any()
+    assert not clean[2][unused].any()
+
+
+def test_sequences_do_not_share_nan():
+    """NaN in a sequence's query and gradient reaches no gradient of the sequence before it in the same tile."""
+    query, key, value = (t.requires_grad_() for t in packed((70, 60), (70, 60), (1, 1), (64, 64), torch.bfloat16))
+    with torch.no_grad():
+        query[70:] = math.nan
+    starts = torch.tensor([0, 70, 130])
+    out = varlen_attn(query, key, value, starts, starts, 70, 70)
+    grad = torch.randn_like(out)
+    grad[70:] = math.nan
+    for found in torch.autograd.grad(out, (query, key, value), grad):
+        assert found[:70].isfinite().all()
+        assert found[70:].isnan().all()
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("layout", [*GRADIENT_LAYOUTS, "odd address"])
+def test_gradients_of_any_layout(layout):
+    """A gradient of the output that TMA cannot load is copied."""
+    tensors = [t.requires_grad_() for t in operands((2, 2, 1, 23, 141, 16, 24), torch.bfloat16)]
+    out = scaled_dot_product_attention(*tensors, enable_gqa=True, dropout_p=0.2, seed=SEED)
+    if layout == "odd address":
+        grad = torch.cat([out.new_zeros(1), torch.randn_like(out).flatten()])[1:].view(out.shape)
+    else:
+        grad = GRADIENT_LAYOUTS[layout](*out.shape).to(out.dtype)
+    found = torch.autograd.grad(out, tensors, grad, retain_graph=True)
+    wanted = torch.autograd.grad(out, tensors, grad.clone(memory_format=torch.contiguous_format))
+    assert all(map(torch.equal, found, wanted))
+
+
+LAYOUTS = {
+    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "between others": lambda t: torch.nn.functional.pad(t, (0, 8, 2, 3))[:, :, 2:-3, :-8],
+    "batch inside": lambda t: t.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+    "transposed": lambda t: t.mT.contiguous().mT,
+}
+
+
+@pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(lay):
+    """The bits do not depend on the operands' strides. A copy serves other last strides than 1."""
+    tensors = operands((2, 4, 2, 23, 141, 16, 24), torch.bfloat16)
+    call = functools.partial(scaled_dot_product_attention, enable_gqa=True, dropout_p=0.2, seed=SEED)
+    found, wanted = gradients(lambda *t: call(*map(lay, t)), tensors)[1], gradients(call, tensors)[1]
+    assert all(map(torch.equal, found, wanted))
+
+
+# Exactness
+
+
+@pairwise(regime=REGIMES, call=CALLS, dtype=HALVES)
+def test_gradients_are_as_exact_as_maths(call, regime, dtype):
+    shape, options = CALLS[call]
+    heads = [1, 1] if shape[1] == shape[2] else [2, 1]
+    shape = math.ceil(shape[0] / 2), *heads, *shape[3:]
+    assert_pooled(draw(regime, shape, dtype, **options) for _ in range(2))
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_wide_heads_are_as_exact_as_maths(head_dim, dtype):
+    assert_pooled([draw("both + 20", (8, 2, 1, 40, 150, head_dim, head_dim), dtype, mask="padding")])
+    assert_pooled([draw("both + 5", (8, 2, 1, 40, 150, head_dim, head_dim), dtype, is_causal=True, return_lse=True)])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_packed_gradients_are_as_exact_as_maths(dtype):
+    queries, keys = (5, 0, 133, 1, 17, 40), (9, 4, 140, 0, 17, 70)
+    for options in ({"is_causal": True}, {"dropout_p": 0.25}):
+        assert_pooled([draw_packed("both + 20", dtype, queries, keys, **options)])
+
+
+# Order, and the choice of the backend
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("head_dim", "dtype"), in_turn([64, 96, 128, 192, 256], HALVES), ids=str)
+def test_same_bits_in_every_schedule(controls, head_dim, dtype, masked):
+    """Results depend on neither the order of threads nor how many blocks are resident."""
+    tensors = operands((2, 2, 1, 210, 300, head_dim, head_dim), dtype)
+    mask = torch.rand(210, 300) < torch.rand(300) if masked else None
+    options = {"key_lengths": torch.tensor([300, 170]), "window_size": (200, 40), "enable_gqa": True}
+    results = []
+    for schedule in SCHEDULES:
+        if IS_EMULATED:
+            controls.seed_order(schedule)
+        call = functools.partial(scaled_dot_product_attention, dropout_p=0.1, seed=SEED, attn_mask=mask, **options)
+        results.append(gradients(call, tensors)[1])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@settings(max_examples=25 if IS_EMULATED else 200)
+@given(
+    shape=st.tuples(*(st.integers(1, n) for n in (2, 2, 3, 180, 300)), *(st.integers(1, 32),) * 2),
+    mask=st.sampled_from(list(MASKS)),
+    diagonal=st.sampled_from(list(DIAGONALS)),
+    window=st.tuples(*(st.integers(-1, 300),) * 2),
+    scale=st.sampled_from([None, 0.2, -0.1]),
+    p=st.sampled_from([0.0, 0.1, 0.85]),
+    dtype=st.sampled_from(HALVES),
+    lengths=st.one_of(st.none(), st.tuples(*(st.floats(0, 1),) * 2)),
+)
+def test_any_problem(shape, mask, diagonal, window, scale, p, dtype, lengths):
+    torch.manual_seed(0)
+    b, hk, group, lq, lk, e, ev = shape
+    tensors = operands((b, hk * group, hk, lq, lk, 8 * e, 8 * ev), dtype)
+    attn_mask = MASKS[mask]((b, hk * group, lq, lk))
+    options = {"window_size": window, "scale": scale, **DIAGONALS[diagonal]}
+    if lengths:
+        options["key_lengths"] = (torch.tensor(lengths[:b]) * lk).long()
+    if p:
+        options |= {"dropout_p": p, "seed": SEED}
+    check(*tensors, attn_mask, **options)
+
+
+@pytest.mark.representative
+def test_what_has_no_gradient_here_is_refused():
+    tensors = [t.requires_grad_() for t in operands((1, 2, 2, 40, 40, 16, 16), torch.bfloat16)]
+    mask = torch.randn(40, 40, requires_grad=True)
+    message = "its kernel for decoding takes up to 16 queries, not 40, that for Hopper no mask whose gradient is needed"
+    with pytest.raises(RuntimeError, match=message):
+        scaled_dot_product_attention(*tensors, mask)
+    with torch.no_grad():
+        assert scaled_dot_product_attention(*tensors, mask).shape == tensors[0].shape
+    few = tensors[0][:, :, :3].float().detach().requires_grad_()
+    with pytest.raises(RuntimeError, match="takes no gradients, that for Hopper bfloat16 and float16, not float32"):
+        scaled_dot_product_attention(few, few, few)
+
+
+def test_compiled_calls():
+    """Compiled code gives the same bits."""
+    tensors = operands((1, 2, 2, 40, 40, 16, 16), torch.bfloat16)
+    call = functools.partial(scaled_dot_product_attention, is_causal=True, dropout_p=0.2, seed=SEED)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(gradients(compiled, tensors), gradients(call, tensors), strict=True):
+        assert all(map(torch.equal, found, wanted))
+    torch._dynamo.reset()
