@@ -240,8 +240,11 @@ FAULTS = {
         "release(At::kQueryEmpty + number);\nwait_products<0>(dK);", "a pending instruction reads",
     ),
     "words of the other warp": (
-        "backward", "keep(words[4 * g + 2 * e] = is_odd ? four[1] : four[0]);", "four[1] : four[0]",
-        "four[0] : four[1]", ACCURACY,
+        "backward", "of_odd[2 * e] = four[1], of_odd[2 * e + 1] = four[3];", "four[1]", "four[0]", ACCURACY,
+    ),
+    "words read before the other warp has written them": (
+        "backward", "sync_named(kWordsReady + (int)thread / (2 * kWarp), 2 * kWarp);",
+        "sync_named(kWordsReady + (int)thread / (2 * kWarp), 2 * kWarp);", "", ACCURACY,
     ),
     "keys beyond a length not cleared": ("backward", "if (!is_seen) {", "!is_seen", "false", ACCURACY),
     "sums overwritten before they are read": (

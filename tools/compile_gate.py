@@ -5,8 +5,8 @@ Hopper's asynchronous products for 9.0a. The exit status is 1 if a kernel has a 
 or aligned operands without 128-bit loads and stores.
 
 A file with asynchronous products has no kernel without them. Their compiler serialises none. Their plain main loop has
-a product that is still pending behind the first wait, and at most two barriers that stop the consumers. Only a kernel
-with dropout accesses the stack, a few times per iteration. The registers of its roles, and the instructions per score
+a product that is still pending behind the first wait, and at most two barriers that stop the consumers, three with
+dropout. Only a kernel with dropout accesses the stack, a few times per iteration. The registers of its roles, and the instructions per score
 and the order of products, waits and barriers in its plain main loop are those in tests/hopper_code.txt. --record writes
 that file after an intended change, and does nothing else.
 """
@@ -34,13 +34,13 @@ HOPPER = "9.0a"
 SERIALISED = re.compile(r"\(C75(?:08|1[0-8])\)[^\n]*")
 PHILOX = "-0x2daee0ad"  # 0xd2511f53, a multiplier of Philox, as the disassembler writes it
 MOST_LOCAL = 10  # Accesses to the stack per iteration of a plain main loop with dropout, 24 instructions per score.
-MOST_BARRIERS = 2
+MOST_BARRIERS = 2  # one more with dropout, at which two warps exchange words
 REGISTERS = 512  # A multiprocessor's, per thread of a warpgroup.
 RECORD = ROOT / "tests/hopper_code.txt"
 RECORDED = ("HGMMA", "WARPGROUP", "BAR", "SYNCS")  # instructions whose order is recorded
 TOLERANCE = 0.02  # Relative change of the instructions per score, which differ a little between compilers.
 # Kernels with few, unaligned or strided operands
-SCALAR = re.compile(r"add_groups|merge|cover_tiles|list_tiles|attend<.*(false|, 0)")
+SCALAR = re.compile(r"add_groups|merge|cover_tiles|list_(query_)?tiles|prepare|attend<.*(false|, 0)")
 
 
 @dataclasses.dataclass
@@ -104,7 +104,7 @@ class Kernel:
             found.append(f"{self.local} bytes of local memory without dropout")
         if loop.local > MOST_LOCAL:
             found.append(f"{loop.local} accesses to the stack in the loop")
-        if loop.barriers > MOST_BARRIERS:
+        if loop.barriers > MOST_BARRIERS + self.drops:
             found.append(f"{loop.barriers} barriers in the loop")
         waits = [i.count or 0 for i in loop.body if i.base == "WARPGROUP" and "DEPBAR" in i.opcode]
         if not waits or waits[0] == 0:

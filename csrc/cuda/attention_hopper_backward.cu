@@ -37,6 +37,8 @@ struct Shape {
   static constexpr int kOwn = kIsWide ? kQueries / 2 : kQueries;  // columns of S of a consumer
   static constexpr int kThreads = 3 * kWarpgroup, kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kValues = kKind == Kind::general ? 3 : 2;  // per row
+  // Warps exchange dropout's words where the tensor cores would wait for them.
+  static constexpr bool kExchanges = D == 64 && kKind == Kind::dropout;
 
   // Groups of kColumns columns of a buffer are rows of kRowBytes. A half of the columns is whole groups, or in one.
   static constexpr int kColumns = D == 64 || D % 128 == 0 ? 64 : 32, kRowBytes = 2 * kColumns;
@@ -49,7 +51,8 @@ struct Shape {
   static constexpr int kKey = 0, kValue = kKey + kKeyTile, kQuery = kValue + kKeyTile, kGrad = kQuery + kStages * kTile,
                        kScores = kGrad + kStages * kTile, kWeights = kScores + 2 * kScoreTile,
                        kSums = kWeights + (kIsWide ? 2 * kScoreTile : 0), kRows = kSums + kSumTile,
-                       kBarriers = kRows + kStages * kRowTile;
+                       kWords = kRows + kStages * kRowTile,
+                       kBarriers = kWords + (kExchanges ? 2 * kWarpgroup * kQueries : 0);
   // Barriers. A full one counts bytes, an empty one the warps that have read.
   static constexpr int kKeyFull = kBarriers, kQueryFull = kKeyFull + 8, kGradFull = kQueryFull + 8 * kStages,
                        kQueryEmpty = kGradFull + 8 * kStages, kGradEmpty = kQueryEmpty + 8 * kStages,
@@ -58,8 +61,9 @@ struct Shape {
 
 constexpr int kWarp = 32, kConsumers = 2 * kWarpgroup;
 
-// Named barriers, and the threads that come to them. Those of sums have one per half of dQ.
-enum Named { kScoresReady = 1, kSumsFull = 2, kSumsEmpty = 4, kCleared = 6 };
+// Named barriers, and the threads that come to them. There are one per half of dQ for sums, and one per two warps for
+// words.
+enum Named { kScoresReady = 1, kSumsFull = 2, kSumsEmpty = 4, kCleared = 6, kWordsReady = 7 };
 constexpr int kScoresParty = kConsumers + 2 * kWarp, kSumsParty = kWarpgroup + 2 * kWarp;
 
 struct Problem : QueryGradient {
@@ -328,7 +332,8 @@ struct Consumer {
   RoundKeys round_keys;
 
   float S[kOwn / 2], X[kOwn / 2], dK[kOwnColumns / 2], dV[kOwnColumns / 2];
-  uint32_t P[kOwn / 4], dS[kOwn / 4], words[kDraws ? kOwn / 4 : 1];
+  uint32_t P[kOwn / 4], dS[kOwn / 4];
+  alignas(16) uint32_t words[kDraws ? kOwn / 4 : 1];
 
   __device__ __forceinline__ Consumer(const Problem& p, uint32_t base, int w)
       : p(p), shared(dynamic_shared()), base(base), thread(threadIdx.x - kWarpgroup), w(w), unit(p.scale * kLog2e) {
@@ -489,24 +494,46 @@ struct Consumer {
     commit_products();
   }
 
-  // Draw dropout's words for a tile of queries. A thread has four of the eight values of a call: those of two queries,
-  // 8 apart, and of two keys, in words warp % 2 and 2 + warp % 2.
+  // Draw dropout's words for a tile of queries. A thread has four of the eight values of a call, those of two queries,
+  // 8 apart, and of two keys: words warp % 2 and 2 + warp % 2. Its partner, 32 threads away, has the others.
   __device__ __forceinline__ void draw(const Tile& tile, int head, int m) {
     if constexpr (kDraws) {
       if (kIsGeneral && p.threshold == 0) return;
+      constexpr int kGroups = kOwn / 16 / (At::kExchanges ? 2 : 1);  // of 16 queries
       const int key = tile.first + in_tile(), query = m * kQueries + own_query();
       const bool is_odd = in_tile() & 16;
+      const int first = At::kExchanges && is_odd ? kGroups : 0;
 #pragma unroll
-      for (int g = 0; g < kOwn / 16; ++g)
+      for (int g = 0; g < kGroups; ++g) {
+        uint32_t of_even[4], of_odd[4];  // words of the even and of the odd one of two warps
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          uint32_t four[4] = {(uint32_t)(key / 32 * 8 + key % 8), (uint32_t)(query / 16 * 8 + query % 8 + g * 8 + e),
+          uint32_t four[4] = {(uint32_t)(key / 32 * 8 + key % 8),
+                              (uint32_t)(query / 16 * 8 + query % 8 + (first + g) * 8 + e),
                               (uint32_t)(tile.batch * (int)p.num_heads + head), round_keys.offset};
           round_keys.draw(four);
-          keep(words[4 * g + 2 * e] = is_odd ? four[1] : four[0]);
-          keep(words[4 * g + 2 * e + 1] = is_odd ? four[3] : four[2]);
+          of_even[2 * e] = four[0], of_even[2 * e + 1] = four[2];
+          of_odd[2 * e] = four[1], of_odd[2 * e + 1] = four[3];
         }
+        if constexpr (At::kExchanges) {
+          *words_of(thread & ~kWarp, first + g) = {of_even[0], of_even[1], of_even[2], of_even[3]};
+          *words_of(thread | kWarp, first + g) = {of_odd[0], of_odd[1], of_odd[2], of_odd[3]};
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) keep(words[4 * g + i] = is_odd ? of_odd[i] : of_even[i]);
+        }
+      }
+      if constexpr (At::kExchanges) {
+        sync_named(kWordsReady + (int)thread / (2 * kWarp), 2 * kWarp);
+#pragma unroll
+        for (int g = 0; g < kOwn / 16; ++g) *(uint4*)&words[4 * g] = *words_of(thread, g);
+      }
     }
+  }
+
+  // The words of a thread for 16 queries, in the buffer by which two warps exchange them.
+  __device__ __forceinline__ uint4* words_of(uint32_t of_thread, int group) const {
+    return (uint4*)(shared + At::kWords) + group * kConsumers + of_thread;
   }
 
   // Bring the scores of a general kernel to natural units.
