@@ -19,7 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import emulation
 import fastattn
 from fastattn import backends
-from fastattn.backends.schema import SCHEMAS, AttentionArgs, DropoutMaskArgs, LayerNormArgs, VarlenAttentionArgs
+from fastattn.backends.schema import (
+    SCHEMAS,
+    AttentionArgs,
+    AttentionBackwardArgs,
+    DropoutMaskArgs,
+    LayerNormArgs,
+    VarlenAttentionArgs,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "csrc/tests/build.py").is_file():
@@ -236,30 +243,34 @@ def test_what_a_missing_triton_costs_is_said(hopper, monkeypatch):
     ]
 
 
-def test_the_kernel_for_hopper_is_taken_only_if_forced(hopper, monkeypatch):
-    """No GPU has run it, so the choice and its reasons leave it out, whatever the size of the call."""
-    monkeypatch.setattr(backends.cuda, "FUNCTIONS", {"attention": None, "varlen_attention": None})
+def test_the_kernels_for_hopper_are_taken_only_if_forced(hopper, monkeypatch):
+    """No GPU has run them, so the choice and its reasons leave them out, whatever the size of the call."""
+    functions = dict.fromkeys(("attention", "varlen_attention", "attention_backward"))
+    monkeypatch.setattr(backends.cuda, "FUNCTIONS", functions)
     monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 0)),))
     monkeypatch.setattr(backends, "_warned", {"cuda"})
-    withheld = 'its kernel for Hopper has run on no GPU yet, so only backend("cuda") takes it'
+    withheld = 'its kernels for Hopper have run on no GPU yet, so only backend("cuda") takes them'
     with FakeTensorMode():
         few, many = (torch.empty(1, 2, length, 64, device="cuda", dtype=torch.bfloat16) for length in (16, 64))
         seed, offsets = (torch.empty(2, dtype=torch.int64, device="cuda") for _ in range(2))
         tokens = torch.empty(64, 2, 64, device="cuda", dtype=torch.bfloat16)
         packed = VarlenAttentionArgs(tokens, tokens, tokens, offsets, offsets, None, None, 64, 64, 0.125, 64, 64, 0)
-        calls = attend(many, many), attend(few, many)._replace(threshold=5, seed=seed), packed
-        for args in calls:
-            op = "varlen_attention" if args is packed else "attention"
+        decoding = attend(few, many)
+        calls = attend(many, many), decoding._replace(threshold=5, seed=seed), decoding._replace(keep_residual=True)
+        backward = AttentionBackwardArgs(few, None, few, few, few, decoding, False)
+        for args in (*calls, packed, backward):
+            op = {id(packed): "varlen_attention", id(backward): "attention_backward"}.get(id(args), "attention")
             assert backends.choose(op, args) == "triton"
             with fastattn.backend("cuda"):
                 assert backends.choose(op, args) == "cuda"
             with mock.patch.object(backends.triton, "MISSING", "triton is not installed"):
                 assert backends.choose(op, args) == "reference"
         assert backends.choose("attention", attend(few, many)) == "cuda"
-        with pytest.raises(backends._Explained) as error:  # explain() would record the call, which has no gradient
-            backends._explain("attention", calls[0])
-        assert error.value.explanation.backend == "triton"
-        assert error.value.explanation.reasons["cuda"] == withheld
+        explanation = fastattn.explain(fastattn.scaled_dot_product_attention, many, many, many)
+        assert explanation.backend == "triton"
+        assert explanation.reasons["cuda"] == withheld
+        with fastattn.backend("cuda"), pytest.raises(RuntimeError, match="no mask whose gradient is needed"):
+            backends.choose("attention_backward", backward._replace(mask_grad=True))
         monkeypatch.setattr(backends.cuda, "CAPABILITIES", (((9, 0), (9, 9)),))
         reason = backends.cuda.refusal("attention", calls[0])
         assert reason.endswith("that for Hopper is not in the library, which is built without 9.0a")
