@@ -6,9 +6,9 @@ or aligned operands without 128-bit loads and stores.
 
 A file with asynchronous products has no kernel without them. Their compiler serialises none. Their plain main loop has
 a product that is still pending behind the first wait, and at most two barriers that stop the consumers, three with
-dropout. Only a kernel with dropout accesses the stack, a few times per iteration. The registers of its roles, and the instructions per score
-and the order of products, waits and barriers in its plain main loop are those in tests/hopper_code.txt. --record writes
-that file after an intended change, and does nothing else.
+dropout. Only a kernel with dropout accesses the stack, a few times per iteration. The registers of its roles, and the
+instructions per score and the order of products, waits and barriers in its plain main loop are those in
+tests/hopper_code.txt. --record writes that file after an intended change, and does nothing else.
 """
 
 import argparse

@@ -235,18 +235,24 @@ struct Adder {
 
   __device__ __forceinline__ void operator()(const Tile& tile) {
     uint8_t* const shared = dynamic_shared();
-    // Sixteen lanes have a key's row of 64 queries. Chunks of 16 bytes are permuted within rows.
-    const int lane = (int)threadIdx.x % kWarp, chunk = lane % 16 / 2, half = lane % 2 * 8;
+    // Sixteen lanes have a key's row of 64 queries, the other ones the next row. Chunks of 16 bytes are permuted by
+    // exclusive or with the row's number.
+    const int lane = (int)threadIdx.x % kWarp, row = lane / 16;
+    const int first = (w * (At::kKeys / 2) + row) * 128 + ((lane % 16 / 2) ^ row) * 16 + lane % 2 * 8;
     int buffer = At::kScores;
     each_visit<At>(p, tile, [&](int, int) {
       float sums[4] = {};
       sync_named(kScoresReady, kScoresParty);
 #pragma unroll 1
-      for (int i = 0; i < At::kKeys / 4; ++i) {
-        const int key = w * (At::kKeys / 2) + 2 * i + lane / 16;
-        const uint2 pairs = *(const uint2*)(shared + buffer + key * 128 + (chunk ^ (key % 8)) * 16 + half);
-        sums[0] += to_float(T{(uint16_t)pairs.x}), sums[1] += to_float(T{(uint16_t)(pairs.x >> 16)});
-        sums[2] += to_float(T{(uint16_t)pairs.y}), sums[3] += to_float(T{(uint16_t)(pairs.y >> 16)});
+      for (int i = 0; i < At::kKeys / 8; ++i) {
+        const uint8_t* const rows = shared + buffer + i * 512;
+        const int even = first ^ i % 2 * 64;
+        const uint2 pairs[2] = {*(const uint2*)(rows + even), *(const uint2*)(rows + (even ^ 32) + 256)};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          sums[0] += to_float(T{(uint16_t)pairs[k].x}), sums[1] += to_float(T{(uint16_t)(pairs[k].x >> 16)});
+          sums[2] += to_float(T{(uint16_t)pairs[k].y}), sums[3] += to_float(T{(uint16_t)(pairs[k].y >> 16)});
+        }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[i] += __shfl_xor_sync(kAllLanes, sums[i], 16);

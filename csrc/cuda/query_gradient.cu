@@ -122,26 +122,31 @@ __global__ void __launch_bounds__(kThreads) finish(const QueryGradient p) {
   const float* const rounded[2] = {of_tile + kQueries * p.upper, of_tile + kQueries * (p.columns + 1)};
   const float* const from = half ? rounded[0] + kQueries : of_tile;
   const int first = half ? p.upper : 0, count = half ? p.columns - p.upper : p.upper;
+  const int in_tile = t / 32 * 16 + lane / 4;
+  bool is_inside[2], is_seeing[2];
+  float excess[2];  // dLSE - sum dS
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int in_tile = t / 32 * 16 + lane / 4 + 8 * r, row = tile.first + in_tile;
-    const bool is_inside = row < tile.sequence.seqlen_q;
-    const int64_t at = is_inside ? statistic(p, tile, row) : 0;
-    const bool is_seeing = is_inside && p.row_sum[at] != 0;
-    const float dlse = is_inside && p.grad_lse ? p.grad_lse[at] / p.fold : 0.0f;
-    const float excess = dlse - (rounded[0][in_tile] + rounded[1][in_tile]), by = p.scale * p.fold;
-    T* const out = (T*)p.grad_query.data +
-                   row_offset(p.grad_query, p.cu_seq_q ? 0 : tile.batch, tile.head, tile.sequence.first_query + row);
-    for (int c = 0; c < count; c += 32) {
-      float4 four[4];
-      for (int g = 0; g < 4; ++g) four[g] = *(const float4*)(from + ((c / 8 + g) * kWarpgroup + t) * 4);
+    const int row = tile.first + in_tile + 8 * r;
+    is_inside[r] = row < tile.sequence.seqlen_q;
+    const int64_t at = is_inside[r] ? statistic(p, tile, row) : 0;
+    is_seeing[r] = is_inside[r] && p.row_sum[at] != 0;
+    const float dlse = is_inside[r] && p.grad_lse ? p.grad_lse[at] / p.fold : 0.0f;
+    excess[r] = dlse - (rounded[0][in_tile + 8 * r] + rounded[1][in_tile + 8 * r]);
+  }
+  for (int c = 0; c < count; c += 32) {
+    alignas(16) float sums[16];
+#pragma unroll
+    for (int g = 0; g < 4; ++g) *(float4*)&sums[4 * g] = *(const float4*)(from + ((c / 8 + g) * kWarpgroup + t) * 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       const auto result = [&](int i) {
-        const float4& x = four[i / 4];
-        const float sum = i % 4 == 0 ? x.x : i % 4 == 1 ? x.y : i % 4 == 2 ? x.z : x.w;
         const int column = first + c + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        return is_seeing ? fmaf(excess, mean[column], sum) * by : 0.0f;
+        return is_seeing[r] ? fmaf(excess[r], mean[column], sums[i]) * (p.scale * p.fold) : 0.0f;
       };
-      store_row<32>(out + first + c, p.head_dim - first - c, is_inside, r, result);
+      const int row = tile.sequence.first_query + tile.first + in_tile + 8 * r;
+      T* const out = (T*)p.grad_query.data + row_offset(p.grad_query, p.cu_seq_q ? 0 : tile.batch, tile.head, row);
+      store_row<32>(out + first + c, p.head_dim - first - c, is_inside[r], r, result);
     }
   }
 }
