@@ -369,15 +369,15 @@ def test_machine_code_is_sound(source):
     print(*kernels, sep="\n")
 
 
-# Planted faults of machine code by name: (lines of the forward pass, a part of them, the fault that replaces it, a text
+# Planted faults of machine code by name: (kernel, lines of its code, a part of them, the fault that replaces it, a text
 # that must appear).
 GATED = {
     "sums used while they are pending": (
-        "softmax();\nwait_products<0>(O);", "softmax();", "softmax();\nO[0] *= factor[0];", "C7514",
+        "forward", "softmax();\nwait_products<0>(O);", "softmax();", "softmax();\nO[0] *= factor[0];", "C7514",
     ),
-    "scores waited for with all others": ("wait_products<1>(S);", "1", "0", "no product is pending"),
+    "scores waited for with all others": ("forward", "wait_products<1>(S);", "1", "0", "no product is pending"),
     "registers kept": (
-        "give_registers<At::kProducerRegisters>();", "give_registers<At::kProducerRegisters>();", "",
+        "forward", "give_registers<At::kProducerRegisters>();", "give_registers<At::kProducerRegisters>();", "",
         "no warpgroup gives registers",
     ),
     "more registers taken than launched": (
@@ -385,30 +385,42 @@ GATED = {
         r"4 warpgroups launched with 128 registers cannot have \[32, 168\]",
     ),
     "no product": (
-        "if (tile.count > 0) attend(tile);", "if (tile.count > 0) attend(tile);", "",
+        "forward", "if (tile.count > 0) attend(tile);", "if (tile.count > 0) attend(tile);", "",
         "no loop with asynchronous products",
     ),
     "a value on the stack": (
-        "softmax();\nwait_products<0>(O);", "softmax();", "softmax();\nvolatile float kept = S[0];\nS[0] = kept;",
-        "bytes of local memory without dropout",
+        "forward", "softmax();\nwait_products<0>(O);", "softmax();",
+        "softmax();\nvolatile float kept = S[0];\nS[0] = kept;", "bytes of local memory without dropout",
     ),
     "an array on the stack": (
-        "softmax();\nwait_products<0>(O);", "softmax();",
+        "forward", "softmax();\nwait_products<0>(O);", "softmax();",
         "softmax();\nfloat kept[16];\n#pragma unroll\nfor (int i = 0; i < 16; ++i) kept[(i + number) % 16] = S[i];\n"
         "#pragma unroll\nfor (int i = 0; i < 16; ++i) S[i] = kept[i];",
         r"attend_hopper<Shape<bfloat16, 64, dropout> >.*: \d+ accesses to the stack in the loop",
     ),
     "a turn passed on before the product with V": (
-        "fence_products(O, P);\nstart_output(before.index);\nnext_turn();", "fence_products(O, P);",
+        "forward", "fence_products(O, P);\nstart_output(before.index);\nnext_turn();", "fence_products(O, P);",
         "next_turn();\nfence_products(O, P);", r"BAR\.ARV, 7 HGMMA.*; recorded: ",
     ),
     "other registers than recorded": (
-        "take_registers<At::kConsumerRegisters>();", "At::kConsumerRegisters", "152",
+        "forward", "take_registers<At::kConsumerRegisters>();", "At::kConsumerRegisters", "152",
         "registers 32 and 152; recorded: registers 32 and 160",
     ),
     "a sum computed twice": (
+        "forward",
         "S[i] = kIsGeneral ? exponential(S[i] + used[r]) : exponential(fmaf(S[i], scale, used[r]));\nsum[r] += S[i];",
         "S[i] =", "sum[1 - r] += S[i];\nS[i] =", r"\d\.\d\d instructions per score; recorded: \d",
+    ),
+    "dQ waited for with dK": (
+        "backward", "wait_products<1>(dQ);", "1", "0", r"DEPBAR<=2, SYNCS\S*, WARPGROUP\.DEPBAR<=0, BAR.*; recorded: ",
+    ),
+    "dropout's words drawn after the scores": (
+        "backward", "draw(tile, head, m);\nwait_products<1>(S);", "draw(tile, head, m);\nwait_products<1>(S);",
+        "wait_products<1>(S);\ndraw(tile, head, m);", r"DEPBAR<=1, BAR\.SYNC\S*, WARPGROUP\.DEPBAR<=0.*; recorded: ",
+    ),
+    "a gradient of the scores on the stack": (
+        "backward", "round_scores();\nif constexpr (!kIsWide) {", "round_scores();",
+        "volatile float kept = X[0];\nX[0] = kept;\nround_scores();", "bytes of local memory without dropout",
     ),
 }  # fmt: skip
 
@@ -417,15 +429,15 @@ GATED = {
 @pytest.mark.parametrize("name", GATED)
 def test_the_gate_finds_planted_faults(name, tmp_path):
     require_nvcc()
-    *fault, found = GATED[name]
+    kernel, *fault, found = GATED[name]
     for folder in ("cuda", "common", "tests/hopper"):
         shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
-    path = tmp_path / SOURCES["forward"]
+    path = tmp_path / SOURCES[kernel]
     path.write_text(planted(path, *fault))
     (tmp_path / HEADER).write_text(planted(tmp_path / HEADER, *ONE_HEAD_SIZE))
     compiled, messages = compile_gate.compile_hopper(path, tmp_path)
     kernels = compile_gate.kernels_of(compiled, path.name)
-    faults = [f"{kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults()]
+    faults = [f"{one.name}: {fault}" for one in kernels for fault in one.faults()]
     faults += [*messages, *compile_gate.differences(kernels, path.name)]
     assert any(re.search(found, text) for text in faults), faults
 

@@ -2,13 +2,15 @@
 // FlashAttention 3 (Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao 2024). query_gradient.cu prepares and finishes.
 //
 //   differentiate, for each block of threads: a tile of N = kKeys keys of a head of keys and values:
-//     the producer, one thread: load K, V; for each head of the group: for each tile of M = kQueries queries that sees
-//     some of the keys: load Q and the rows' values, dO; two consumer warpgroups: for each of these tiles:
-//       S (N, M) = K Q';  X = V dO';  draw dropout's words;  P = exp(S - lse);  S = keep P;  X = S X - P delta;
-//       dV (N, D) += S dO;  dK += X Q;  dQ (M, D) = X' K, X by shared memory;
-//     two warps: sum X over half of the keys;
-//     the writer, a warp: add dQ and the sums to global memory, in the order of the tiles of keys;
-//     store dK and dV.
+//     the producer, one thread: load K, V;
+//     for each head of queries of its group: for each tile of M = 64 queries that sees some of the keys:
+//       the producer: load Q and the rows' values, dO;
+//       two consumer warpgroups:
+//         S (N, M) = K Q';  X = V dO';  draw dropout's words;  P = exp(S - lse);  S = keep P;  X = S X - P delta;
+//         dV (N, D) += S dO;  dK += X Q;  dQ (M, D) = X' K, X by shared memory;
+//       two warps: sum X over half of the keys each;
+//       the writer, a warp: add dQ and these sums to global memory, in the order of the tiles of keys;
+//     the consumers: store dK and dV.
 //
 // Up to D = 128, N is 128: a consumer has 64 keys and all columns of dK and dV, and S and X are operands in registers.
 // Beyond, N is 64: a consumer computes 32 columns of S and X, which both share by shared memory, and half of the
@@ -108,8 +110,7 @@ struct Consumer;
 template <class At>
 __device__ __forceinline__ void store_gradients(const Consumer<At>& c, const Tile& tile);
 
-// Call use(head, tile of queries, whether it is partial) for each visit to a tile of keys, for roles without a loop of
-// their own.
+// Call use(head, tile of queries) for each visit to a tile of keys.
 template <class At, class Use>
 __device__ __forceinline__ void each_visit(const Problem& p, const Tile& tile, const Use& use);
 
