@@ -144,11 +144,7 @@ inline CUtensorMap tensor_map(const void* data, const uint64_t (&sizes)[4], cons
   static void* const entry = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
     if (!found) throw std::runtime_error("fastattn: the driver lacks cuTensorMapEncodeTiled");
     return found;
   }();
