@@ -210,12 +210,15 @@ __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Semaphores in global memory, which order blocks. Blocks may wait only for earlier ones, which start first.
+// Semaphores in global memory, which order blocks. Blocks may wait only for earlier ones: GPUs start those first,
+// though CUDA does not promise it.
 
+// Wait for the turn. Bulk stores and additions that follow come after those of the blocks before.
 __device__ __forceinline__ void wait_turn(const int* turn, int value) {
   int now;
   do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
   while (now != value);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Set the semaphore. This thread's writes, and the stores that it has waited for, are visible before that.
