@@ -249,13 +249,40 @@ FASTATTN_INLINE void finish_stream() {
 #endif
 }
 
-#if !defined(__AVX512F__)
-// The loads and stores of a part of a vector, which is rare. They are not inlined, because every loop has them.
+// The loads and stores of a part of a vector, which is rare. With AVX2 they are masked, because a call in the last step
+// of a loop makes GCC keep the loop's constants on the stack.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+FASTATTN_INLINE __m256i lanes_below(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+FASTATTN_INLINE vf load_part(const float* p, int n) { return (vf)_mm256_maskload_ps(p, lanes_below(n)); }
+FASTATTN_INLINE void store_part(float* p, vf x, int n) { _mm256_maskstore_ps(p, lanes_below(n), (__m256)x); }
+
+// A mask has 32 bits per lane, so pairs are loaded, and the last element alone.
+template <class T>
+FASTATTN_INLINE vf load_part(const T* p, int n) {
+  if (n == 0) return vf{};
+  const __m128i pairs = _mm_maskload_epi32((const int*)p, _mm256_castsi256_si128(lanes_below(n / 2)));
+  const __m128i is_last = _mm_cmpeq_epi16(_mm_set1_epi16((short)(n - 1)), _mm_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m128i last = _mm_and_si128(_mm_set1_epi16((short)p[n - 1].bits), is_last);
+  return to_float((vh)_mm_or_si128(pairs, last), T{});
+}
+
+template <class T>
+FASTATTN_INLINE void store_part(T* p, vf x, int n) {
+  const vh h = from_float(x, T{});
+  _mm_maskstore_epi32((int*)p, _mm256_castsi256_si128(lanes_below(n / 2)), (__m128i)h);
+  if (n % 2) memcpy(p + n - 1, (const uint16_t*)&h + n - 1, sizeof *p);
+}
+#elif !defined(__AVX512F__)
 __attribute__((noinline)) inline vf load_part(const float* p, int n) {
   vf x = {};
   memcpy(&x, p, (size_t)n * sizeof *p);
   return x;
 }
+
+__attribute__((noinline)) inline void store_part(float* p, vf x, int n) { memcpy(p, &x, (size_t)n * sizeof *p); }
 
 template <class T>
 __attribute__((noinline)) vf load_part(const T* p, int n) {
@@ -286,7 +313,7 @@ FASTATTN_INLINE void store(float* p, vf x, int n) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(p, (__mmask16)first_lanes(n), (__m512)x);
 #else
-  memcpy(p, &x, (size_t)n * sizeof *p);
+  store_part(p, x, n);
 #endif
 }
 
