@@ -331,19 +331,20 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
         is_cast: whether autocast casts the operands to 16 bits.
         widened: the argument that autocast casts to float32 on CUDA.
     """
-    labels, kinds, defaults = _fast_arguments(name)
+    labels, kinds, defaults = _fast_arguments(f"{name}_fast")
     tensors, required = TENSORS[RECORDS[name]], len(labels) - len(defaults)
     mask = labels.index("attn_mask") if "attn_mask" in labels else None
-    accepted: dict[tuple[type, ...], tuple[Any, ...]] = {}  # defaults of the arguments given, or (), by types
+    accepted: set[tuple[type, ...]] = set()
+    usual = _usual_calls(name, labels, required, defaults)
 
     @functools.cache
     def road(backend: str) -> tuple[Callable[..., Any], ...] | None:
-        """Return a library's functions: without a gradient, with defaults only, and the maker of autograd's."""
+        """Return a library's functions: without a gradient, for usual calls, and the maker of autograd's."""
         compiled = TABLE[backend].compiled().get(f"{name}_fast")
         if compiled is None:
             return None
-        with_defaults = TABLE[backend].compiled().get(f"{name}_fast_defaults", compiled)
-        return compiled, with_defaults, functools.cache(functools.partial(_plain_apply, name, labels, backend))
+        for_usual = TABLE[backend].compiled().get(f"{name}_fast_usual", compiled)
+        return compiled, for_usual, functools.cache(functools.partial(_plain_apply, name, labels, backend))
 
     @functools.cache
     def on_device(device: torch.device) -> list[tuple[Callable[..., bool], Any]]:
@@ -359,27 +360,23 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
                 return functions
         return None
 
-    def accept(types: tuple[type, ...]) -> tuple[Any, ...] | None:
-        """Return what ``accepted`` holds for these types, or None if one is not the schema's. A bool is no integer.
-
-        It holds () if a tensor is among the arguments with a default: comparing a tensor with them would run a kernel.
-        """
+    def accept(types: tuple[type, ...]) -> bool:
+        """Return whether these types are the schema's, and keep them if they are. A bool is no integer."""
         if not all(kind in allowed for kind, allowed in zip(types, kinds, strict=False)):
-            return None
-        accepted[types] = () if any(kind in PLAIN for kind in types[required:]) else defaults[: len(types) - required]
-        return accepted[types]
+            return False
+        accepted.add(types)
+        return True
 
     def call(*values: Any) -> Any:
         if thread.forced is not None or thread.explaining or is_observed():
             return None
         types = tuple(map(type, values))
-        usual = accepted.get(types)
-        if usual is None and (usual := accept(types)) is None:
+        if types not in accepted and not accept(types):
             return None
         functions = roads["cpu"] if values[0].is_cpu else on_gpu(values)
         if functions is None:
             return None
-        compiled, with_defaults, differentiated = functions
+        compiled, for_usual, differentiated = functions
         if is_cast and is_autocast_enabled() and autocast_dtype(values[0]) not in (None, values[0].dtype):
             return None
         if mask is not None and values[mask] is not None:
@@ -389,9 +386,10 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
                 if value is not None and value.requires_grad:
                     return differentiated()(*values)
         try:
-            if values[required:] == usual:  # each argument takes 0.1 us
-                return with_defaults(*values[:required])
-            return compiled(*values)
+            given = usual.get(values[required:])
+            if given is None:
+                return compiled(*values)
+            return for_usual(*values[:required], *given)
         except RuntimeError:  # torch refuses the layout, or the bindings packed sequences
             return None
 
@@ -401,11 +399,25 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
 
 
 def _fast_arguments(name: str) -> tuple[list[str], list[frozenset[Any]], tuple[Any, ...]]:
-    """Return the names of a fast path's arguments, the types that each accepts, and the defaults of the last ones."""
-    given = [argument.split() for argument in SCHEMAS[f"{name}_fast"].split("(")[1].split(")")[0].split(", ")]
+    """Return the names of a function's arguments, the types that each accepts, and the defaults of the last ones."""
+    given = [argument.split() for argument in SCHEMAS[name].split("(")[1].split(")")[0].split(", ")]
     defaults = [label.split("=")[1] for _, label in given if "=" in label]
     labels = [label.split("=")[0] for _, label in given]
     return labels, [_TYPES[kind] for kind, _ in given], tuple(map(ast.literal_eval, defaults))
+
+
+def _usual_calls(
+    name: str, labels: list[str], required: int, defaults: tuple[Any, ...]
+) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the usual values of the arguments after the required ones, each with those that the compiled function for
+    usual calls takes. Usual are the defaults, and True for a flag that ``NAME_fast_usual`` has."""
+    usual: dict[tuple[Any, ...], tuple[Any, ...]] = {defaults[:count]: () for count in range(len(defaults) + 1)}
+    for flag in _fast_arguments(f"{name}_fast_usual")[0][required:] if f"{name}_fast_usual" in SCHEMAS else ():
+        at = labels.index(flag) - required
+        for count in range(at + 1, len(defaults) + 1):
+            given = *defaults[:at], True, *defaults[at + 1 : count]
+            usual[given] = (True,)
+    return usual
 
 
 def _of_four_dimensions(mask: Tensor) -> Tensor:
