@@ -369,18 +369,7 @@ struct Consumer {
       end[r] = row < tile.seqlen_q ? tile.visibility.end(row) - first : 0;
       values[r] = (const char*)p.mask.data + mask_offset(p.mask, tile.batch, tile.head, row, first) * size;
     }
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int column = i / 4 * 8 + i % 2, r = i / 2 % 2;
-      bool is_visible = begin[r] <= column && column < end[r];
-      if (kIsGeneral && p.mask.data) {
-        const float value = is_visible ? mask_value(p.mask.dtype, values[r] + column * step) : -kInfinity;
-        S[i] += value;
-        S[i] = S[i] < kLowest ? kLowest : S[i];  // A finite mask value does not hide a key.
-        is_visible = value != -kInfinity;
-      }
-      S[i] = is_visible ? S[i] : -INFINITY;
-    }
+    hide_scores<kIsGeneral>(S, begin, end, p.mask, values, step);
   }
 
   // Replace the scores by the weights, which are relative to the row's new maximum.

@@ -566,18 +566,7 @@ struct Consumer {
       end[r] = key < visibility.length ? min(visibility.last_query(key) + 1, tile.sequence.seqlen_q) - first : 0;
       values[r] = (const char*)p.mask.data + mask_offset(p.mask, tile.batch, head, first, key) * size;
     }
-#pragma unroll
-    for (int i = 0; i < kOwn / 2; ++i) {
-      const int column = i / 4 * 8 + i % 2, r = i / 2 % 2;
-      bool is_visible = begin[r] <= column && column < end[r];
-      if (kIsGeneral && p.mask.data) {
-        const float value = is_visible ? mask_value(p.mask.dtype, values[r] + column * step) : -kInfinity;
-        S[i] += value;
-        S[i] = S[i] < kLowest ? kLowest : S[i];  // A finite mask value does not hide a key.
-        is_visible = value != -kInfinity;
-      }
-      S[i] = is_visible ? S[i] : -INFINITY;
-    }
+    hide_scores<kIsGeneral>(S, begin, end, p.mask, values, step);
   }
 
   // A pair of the values of the columns i / 4 * 8 + lane() % 4 * 2 and the next one.

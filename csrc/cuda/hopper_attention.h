@@ -128,6 +128,26 @@ __device__ __forceinline__ void store_row(T* out, int columns, bool is_inside, i
   }
 }
 
+// Set hidden scores to -inf, in a general kernel after adding the mask. S[i] is in row r = i / 2 % 2 of a thread, in
+// column i / 4 * 8 + i % 2. A row's columns [begin, end) are visible through the lengths and the window. `values` are a
+// row's elements of the mask from column 0 on, `step` bytes apart.
+template <bool kIsGeneral, int N>
+__device__ __forceinline__ void hide_scores(float (&S)[N], const int (&begin)[2], const int (&end)[2], const Mask& mask,
+                                            const char* const (&values)[2], int64_t step) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int column = i / 4 * 8 + i % 2, r = i / 2 % 2;
+    bool is_visible = begin[r] <= column && column < end[r];
+    if (kIsGeneral && mask.data) {
+      const float value = is_visible ? mask_value(mask.dtype, values[r] + column * step) : -kInfinity;
+      S[i] += value;
+      S[i] = S[i] < kLowest ? kLowest : S[i];  // A finite mask value does not hide a key.
+      is_visible = value != -kInfinity;
+    }
+    S[i] = is_visible ? S[i] : -kInfinity;
+  }
+}
+
 // Keep a value in a register, where the compiler would compute it again.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
