@@ -198,6 +198,13 @@ def test_scale(scale, dtype):
     check(*tensors, scale=scale, dropout_p=0.3, seed=SEED)
 
 
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "seed": SEED}], ids=["plain", "dropout"])
+@pytest.mark.parametrize(("scale", "of_query", "of_key"), [(3e38, 1e-30, 1e-8), (2e-38, 1e30, 1e7)])
+def test_scales_at_the_ends_of_float32(scale, of_query, of_key, dropout):
+    query, key, value = operands((1, 2, 2, 21, 143, 16, 16), torch.bfloat16)
+    check(query * of_query, key * of_key, value, scale=scale, **dropout)
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("largest", [100.0, -100.0])
 def test_large_scores(largest, dtype):

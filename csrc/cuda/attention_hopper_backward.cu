@@ -703,10 +703,10 @@ __device__ __forceinline__ void store_gradients(const Consumer<At>& c, const Til
     const auto store = [&](const Heads& to, int columns, const float* sums, float scale) {
       const int64_t at = row_offset(to, p.cu_seq_q ? 0 : tile.batch, tile.kv_head, tile.sequence.first_key + key);
       store_row<kColumns>((T*)to.data + at + first, columns - first, key < tile.sequence.seqlen_k, r,
-                          [&](int i) { return sums[i] * scale; });
+                          [&](int i) { return sums[i] * scale * p.fold; });  // scale * fold may be infinite.
     };
-    store(p.grad_key, p.head_dim, c.dK, p.scale * p.fold);
-    store(p.grad_value, p.value_head_dim, c.dV, p.fold);
+    store(p.grad_key, p.head_dim, c.dK, p.scale);
+    store(p.grad_value, p.value_head_dim, c.dV, 1.0f);
   }
 }
 

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) finish(const QueryGradient p) {
     for (int r = 0; r < 2; ++r) {
       const auto result = [&](int i) {
         const int column = first + c + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        return is_seeing[r] ? fmaf(excess[r], mean[column], sums[i]) * (p.scale * p.fold) : 0.0f;
+        return is_seeing[r] ? fmaf(excess[r], mean[column], sums[i]) * p.scale * p.fold : 0.0f;
       };
       const int row = tile.sequence.first_query + tile.first + in_tile + 8 * r;
       T* const out = (T*)p.grad_query.data + row_offset(p.grad_query, p.cu_seq_q ? 0 : tile.batch, tile.head, row);
