@@ -390,21 +390,65 @@ def test_packed_gradients_are_as_exact_as_maths(dtype):
 
 # Order, and the choice of the backend
 
+ORDERED = {
+    "dense": {},
+    "window": {"key_lengths": torch.tensor([300, 170]), "window_size": (200, 40), "dropout_p": 0.1, "seed": SEED},
+    "causal": {"is_causal": True},
+}
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("head_dim", "dtype"), in_turn([64, 96, 128, 192, 256], HALVES), ids=str)
-def test_same_bits_in_every_schedule(controls, head_dim, dtype, masked):
-    """Results depend on neither the order of threads nor how many blocks are resident."""
+
+@pairwise(masked=[False, True], kind=ORDERED, head_dim=[64, 96, 128, 192, 256], dtype=HALVES)
+def test_same_bits_in_every_schedule(controls, head_dim, dtype, kind, masked):
+    """Results depend on neither the order of threads and blocks nor how many blocks are resident."""
     tensors = operands((2, 2, 1, 210, 300, head_dim, head_dim), dtype)
     mask = torch.rand(210, 300) < torch.rand(300) if masked else None
-    options = {"key_lengths": torch.tensor([300, 170]), "window_size": (200, 40), "enable_gqa": True}
+    call = functools.partial(scaled_dot_product_attention, attn_mask=mask, enable_gqa=True, **ORDERED[kind])
+    assert_same_bits(controls, call, tensors)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "dropout_p": 0.1, "seed": SEED}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_same_bits_of_packed_sequences_in_every_schedule(controls, head_dim, options):
+    queries, keys = (210, 1, 70), (300, 140, 20)
+    starts = [torch.tensor([0, *itertools.accumulate(lengths)]) for lengths in (queries, keys)]
+    tensors = packed(queries, keys, (2, 1), (head_dim, head_dim), torch.bfloat16)
+
+    def call(*tensors):
+        return varlen_attn(*tensors, *starts, max(queries), max(keys), enable_gqa=True, **options)
+
+    assert_same_bits(controls, call, tensors)
+
+
+def assert_same_bits(controls, call, tensors):
     results = []
     for schedule in SCHEDULES:
         if IS_EMULATED:
             controls.seed_order(schedule)
-        call = functools.partial(scaled_dot_product_attention, dropout_p=0.1, seed=SEED, attn_mask=mask, **options)
         results.append(gradients(call, tensors)[1])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+LATE = torch.arange(520)[:, None] >= torch.arange(520).flip(0)  # The last keys come first.
+WAITS = {
+    "causal": ({"is_causal": True}, lambda waits, tiles: waits == 0),
+    "causal by a mask": ({"attn_mask": torch.ones(520, 520).tril() > 0}, lambda waits, tiles: waits == 0),
+    "dense": ({}, lambda waits, tiles: waits == tiles - 1),
+    "the reverse of causal": ({"attn_mask": LATE}, lambda waits, tiles: waits >= tiles),
+}
+
+
+@pytest.mark.skipif(not IS_EMULATED, reason="the emulation counts the waits")
+@pytest.mark.parametrize(("options", "is_right"), WAITS.values(), ids=WAITS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_waits_for_turns(controls, head_dim, options, is_right):
+    """If all blocks run at one speed, none waits for its turn in a causal call, and each but the first once in a dense
+    one."""
+    tiles = math.ceil(520 / (64 if head_dim > 128 else 128))
+    tensors = [t.requires_grad_() for t in operands((1, 2, 1, 520, 520, head_dim, head_dim), torch.bfloat16)]
+    out = scaled_dot_product_attention(*tensors, enable_gqa=True, **options)
+    controls.turn_waits()
+    out.backward(torch.randn_like(out))
+    assert is_right(controls.turn_waits(), tiles)
 
 
 @settings(max_examples=25 if IS_EMULATED else 200)

@@ -68,9 +68,7 @@ constexpr int kWarp = 32, kConsumers = 2 * kWarpgroup;
 enum Named { kScoresReady = 1, kSumsFull = 2, kSumsEmpty = 4, kCleared = 6, kWordsReady = 7 };
 constexpr int kScoresParty = kConsumers + 2 * kWarp, kSumsParty = kWarpgroup + 2 * kWarp;
 
-struct Problem : QueryGradient {
-  bool is_descending;  // Tiles of keys are added to dQ in descending order.
-};
+using Problem = QueryGradient;
 
 // A block's tile of keys, and the tiles of queries that visit it through the lengths and the window.
 struct Tile {
@@ -157,11 +155,12 @@ __global__ void __launch_bounds__(At::kThreads, 1)
 }
 
 // Return the block's tile. A head's tiles are neighbours, in the order in which they add to dQ, because a block may
-// wait only for earlier ones.
+// wait only for earlier ones. They descend: in a causal call a tile begins at its diagonal, so it reaches a tile of
+// queries after the tiles behind it, and need not wait.
 template <class At>
 __device__ __forceinline__ Tile tile_at(const Problem& p) {
-  const int z = (int)blockIdx.x / p.tiles_k, in_head = (int)blockIdx.x % p.tiles_k;
-  const int number = p.is_descending ? p.tiles_k - 1 - in_head : in_head, first = number * At::kKeys;
+  const int z = (int)blockIdx.x / p.tiles_k, number = p.tiles_k - 1 - (int)blockIdx.x % p.tiles_k;
+  const int first = number * At::kKeys;
   const int batch = z / (int)p.num_kv_heads, kv_head = z % (int)p.num_kv_heads;
   const Sequence s(p, batch);
   const Visibility<int>& v = s.visibility;
@@ -309,11 +308,10 @@ struct Writer {
   __device__ __forceinline__ int rank_of(const Tile& tile, int head, int m) {
     const int first = m * kQueries, last = min(first + kQueries, tile.sequence.seqlen_q) - 1;
     const Interval seen(tile.sequence.visibility, first, last, At::kKeys);
-    const int begin = p.is_descending ? tile.number + 1 : seen.begin, end = p.is_descending ? seen.end : tile.number;
-    if (At::kKind != Kind::general || !p.mask.data) return end - begin;
+    if (At::kKind != Kind::general || !p.mask.data) return seen.end - 1 - tile.number;
     const uint8_t* const covers = p.mask_tiles.covers(tile.batch, head, m);
     int count = 0;
-    for (int n = begin + (int)threadIdx.x % kWarp; n < end; n += kWarp) count += covers[n] != kNone;
+    for (int n = tile.number + 1 + (int)threadIdx.x % kWarp; n < seen.end; n += kWarp) count += covers[n] != kNone;
     for (int step = 1; step < kWarp; step *= 2) count += __shfl_xor_sync(kAllLanes, count, step);
     return count;
   }
@@ -718,7 +716,6 @@ std::pair<Problem, int64_t> problem_of(const AttentionBackward& a, float* worksp
   p.columns = At::D, p.upper = At::kUpper, p.keys = At::kKeys;
   p.is_general = At::kKind == Kind::general;
   p.fold = a.threshold < kDropoutLevels ? dropout_scale(a.threshold) : 1.0f;
-  p.is_descending = a.window_right < a.seqlen_k;
   const int64_t floats = p.set(workspace);
   return {p, floats};
 }

@@ -109,6 +109,7 @@ struct Asynchronous {
   uint32_t first, bytes;  // shared address of `begin`
   int pool = 0;           // registers per thread of a warpgroup that none has
   int pending = 0;        // instructions that use this block's shared memory
+  int64_t clock = 0;      // when it took its last turn (transfers.cpp)
   std::vector<Chunk> chunks;
   std::vector<Thread> threads;
   std::vector<Warpgroup> groups;

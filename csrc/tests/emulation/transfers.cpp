@@ -1,6 +1,9 @@
 // Emulated loads and stores by TMA, and semaphores (see asynchronous.h).
 #include "asynchronous.h"
 
+#include <algorithm>
+#include <utility>
+
 namespace emulation {
 namespace {
 
@@ -8,6 +11,11 @@ struct Range {
   const char *begin, *end;
 };
 std::vector<Range> storing;  // global memory that pending stores write
+
+// Clocks by which turns are waited for: all blocks start together and take a unit of time from turn to turn, and a turn
+// takes as long. Schedules do not matter.
+std::map<const int*, int64_t> taken;  // when the last turn was taken, by semaphore
+uint64_t waits = 0;
 
 // The key of stores that have read shared memory; before, it is the address itself.
 const void* written_key(const std::vector<char>& stores) { return (const char*)&stores + 1; }
@@ -180,6 +188,12 @@ void wait_stores(int groups, bool are_read, Place place) {
 
 void wait_turn(const int* turn, int value, Place place) {
   wait_until([&] { return *turn == value; }, "wait_turn", place);
+  const int64_t ready = asynchronous->clock + 1, come = value ? taken[turn] + 1 : 0;
+  waits += come > ready;
+  asynchronous->clock = taken[turn] = std::max(ready, come);
 }
+
+// Return how many turns have been waited for since the last call, by these clocks.
+extern "C" __attribute__((visibility("default"))) uint64_t turn_waits() { return std::exchange(waits, 0); }
 
 }  // namespace emulation
