@@ -341,8 +341,9 @@ def ordered(library):
     generator = torch.Generator().manual_seed(0)
     summands = torch.randn(tiles, blocks, size, generator=generator) ** 5
     wanted = functools.reduce(torch.add, summands.unbind(1))
-    out, turn = torch.full((tiles, size), torch.nan), torch.zeros(tiles, dtype=torch.int32)
-    call(library, "ordered", blocks, summands, size, tiles, turn, out)
+    out = torch.full((tiles, size), torch.nan)
+    ticket, turns = torch.zeros(1, dtype=torch.int32), torch.zeros(tiles, dtype=torch.int32)
+    call(library, "ordered", blocks, summands, size, tiles, ticket, turns, out)
     yield f"{int((out != wanted).sum())} of {wanted.numel()} differ"
 
 

@@ -146,8 +146,9 @@ def test_a_deadlock_is_found(kernels):
     turn = torch.full((1,), 7, dtype=torch.int32)  # nobody's
 
     def message():
+        ticket = torch.zeros(1, dtype=torch.int32)
         with pytest.raises(RuntimeError, match="deadlock") as error:
-            hopper.call(kernels, "ordered", 2, torch.zeros(1, 2, 16), 16, 1, turn, torch.zeros(1, 16))
+            hopper.call(kernels, "ordered", 2, torch.zeros(1, 2, 16), 16, 1, ticket, turn, torch.zeros(1, 16))
         return str(error.value)
 
     kernels.seed_order(5)
@@ -159,7 +160,8 @@ def test_a_deadlock_is_found(kernels):
 
 
 # Planted faults by name: (kernel, lines of its code, a part of them, the fault that replaces it, texts of which one
-# must appear in every schedule). Lines are compared without indentation and comments. They stand in the file once.
+# must appear in every schedule, for the faults in ``BY_CHANCE`` in one). Lines are compared without indentation and
+# comments. They stand in the file once.
 ACCURACY = "error .* > |not finite"
 FAULTS = {
     "none": ("forward", "", "", "", "as expected"),
@@ -222,6 +224,17 @@ FAULTS = {
     ),
     "a turn that never comes": (
         "backward", "if (w == 0) wait_turn(turn, rank);", "rank", "rank + 1", "deadlock.* wait_turn",
+    ),
+    "a turn not waited for": (
+        "backward", "if (w == 0) wait_turn(turn, rank);", "if (w == 0) wait_turn(turn, rank);", "",
+        "a pending store writes the same global memory|" + ACCURACY,
+    ),
+    "tiles by the numbers of blocks": (
+        "backward", "ticket = taken;", "taken", "(int)blockIdx.x", "deadlock.* wait_turn",
+    ),
+    "tiles taken in another order than that of their turns": (
+        "backward", "const int z = ticket / p.tiles_k, number = p.tiles_k - 1 - ticket % p.tiles_k;",
+        "p.tiles_k - 1 - ticket", "ticket", "deadlock.* wait_turn",
     ),
     "tiles of queries out of order": (
         "backward", "const int place = head * p.places + tile.place + m;", "m;", "(m ^ 1);", ACCURACY,
@@ -315,6 +328,11 @@ FAULTS = {
         "deadlock.* take_registers",
     ),
 }  # fmt: skip
+BY_CHANCE = {
+    "a turn not waited for",
+    "tiles by the numbers of blocks",
+    "tiles taken in another order than that of their turns",
+}
 
 
 # A change of a header that makes both passes compile fast: (lines, a part of them, its replacement)
@@ -331,7 +349,7 @@ SOURCES = {"forward": "cuda/attention_hopper.cu", "backward": "cuda/attention_ho
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name, tmp_path):
-    """Each of 20 schedules finds the fault."""
+    """Each of 20 schedules finds the fault. One of them suffices if only some orders of the blocks show it."""
     require("cuda")
     kernel, *fault, found = FAULTS[name]
     for folder in ("cuda", "common", "tests/hopper"):
@@ -344,7 +362,11 @@ def test_planted_faults_are_found(name, tmp_path):
     program = [sys.executable, ROOT / "tests/planted_faults_hopper.py", library, kernel]
     lines = subprocess.run(program, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
     assert len(lines) == 20
-    assert [line for line in lines if not re.search(found, line)] == []
+    others = [line for line in lines if not re.search(found, line)]
+    if name in BY_CHANCE:
+        assert len(others) < 20
+        others = [line for line in others if not line.endswith("as expected")]
+    assert others == []
 
 
 # Machine code from nvcc

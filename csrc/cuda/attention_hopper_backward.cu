@@ -55,10 +55,10 @@ struct Shape {
                        kSums = kWeights + (kIsWide ? 2 * kScoreTile : 0), kRows = kSums + kSumTile,
                        kWords = kRows + kStages * kRowTile,
                        kBarriers = kWords + (kExchanges ? 2 * kWarpgroup * kQueries : 0);
-  // Barriers. A full one counts bytes, an empty one the warps that have read.
+  // Barriers. A full one counts bytes, an empty one the warps that have read. The block's ticket follows.
   static constexpr int kKeyFull = kBarriers, kQueryFull = kKeyFull + 8, kGradFull = kQueryFull + 8 * kStages,
                        kQueryEmpty = kGradFull + 8 * kStages, kGradEmpty = kQueryEmpty + 8 * kStages,
-                       kBytes = kGradEmpty + 8 * kStages;
+                       kTicket = kGradEmpty + 8 * kStages, kBytes = kTicket + 8;
 };
 
 constexpr int kWarp = 32, kConsumers = 2 * kWarpgroup;
@@ -91,7 +91,7 @@ struct Visits {
 };
 
 template <class At>
-__device__ __forceinline__ Tile tile_at(const Problem& p);
+__device__ __forceinline__ Tile tile_at(const Problem& p, int ticket);
 
 template <class At>
 struct Producer;
@@ -121,7 +121,9 @@ __global__ void __launch_bounds__(At::kThreads, 1)
                   const __grid_constant__ CUtensorMap value, const __grid_constant__ CUtensorMap grad,
                   const __grid_constant__ Problem p) {
   const uint32_t base = shared_address(dynamic_shared());
+  int& ticket = *(int*)(dynamic_shared() + At::kTicket);
   if (threadIdx.x == 0) {
+    const int taken = take_ticket(p.ticket);
     init_barrier(base + At::kKeyFull, 1);
     for (int i = 0; i < At::kStages; ++i) {
       init_barrier(base + At::kQueryFull + 8 * i, 1);
@@ -130,13 +132,14 @@ __global__ void __launch_bounds__(At::kThreads, 1)
       init_barrier(base + At::kGradEmpty + 8 * i, kConsumers / kWarp);
     }
     fence_barriers();
+    ticket = taken;
   }
   __syncthreads();
 
   const int group = __shfl_sync(kAllLanes, (int)threadIdx.x / kWarpgroup, 0);
   // Each role computes the tile for itself, since few registers are common to all.
   const auto run = [&](auto role) {
-    const Tile tile = tile_at<At>(p);
+    const Tile tile = tile_at<At>(p, ticket);
     if (tile.first < tile.sequence.seqlen_k) role(tile);
   };
   if (group > 0) {
@@ -154,12 +157,12 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     run(Adder<At>{p, warp - 2});
 }
 
-// Return the block's tile. A head's tiles are neighbours, in the order in which they add to dQ, because a block may
-// wait only for earlier ones. They descend: in a causal call a tile begins at its diagonal, so it reaches a tile of
-// queries after the tiles behind it, and need not wait.
+// Return the tile of a ticket. A head's tiles have neighbouring tickets, in the order in which they add to dQ, because
+// a block may wait only for lower ones. They descend: in a causal call a tile begins at its diagonal, so it reaches a
+// tile of queries after the tiles behind it, and need not wait.
 template <class At>
-__device__ __forceinline__ Tile tile_at(const Problem& p) {
-  const int z = (int)blockIdx.x / p.tiles_k, number = p.tiles_k - 1 - (int)blockIdx.x % p.tiles_k;
+__device__ __forceinline__ Tile tile_at(const Problem& p, int ticket) {
+  const int z = ticket / p.tiles_k, number = p.tiles_k - 1 - ticket % p.tiles_k;
   const int first = number * At::kKeys;
   const int batch = z / (int)p.num_kv_heads, kv_head = z % (int)p.num_kv_heads;
   const Sequence s(p, batch);

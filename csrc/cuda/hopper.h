@@ -210,8 +210,11 @@ __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Semaphores in global memory, which order blocks. Blocks may wait only for earlier ones: GPUs start those first,
-// though CUDA does not promise it.
+// Semaphores in global memory, which order blocks. CUDA promises no order in which blocks start, so a block may wait
+// only for those with lower tickets, which have started.
+
+// Return how many tickets others have taken.
+__device__ __forceinline__ int take_ticket(int* next) { return atomicAdd(next, 1); }
 
 // Wait for the turn. Bulk stores and additions that follow come after those of the blocks before.
 __device__ __forceinline__ void wait_turn(const int* turn, int value) {

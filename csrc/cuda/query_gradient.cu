@@ -42,6 +42,8 @@ __device__ __forceinline__ int64_t statistic(const QueryGradient& p, const Tile&
 
 // `lanes` lanes have the columns of a row.
 __global__ void __launch_bounds__(kThreads) prepare(const QueryGradient p, int lanes, bool is_wide) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.ticket = 0;
+  if (p.blocks() == 0) return;
   const Tile tile(p);
   if (tile.first >= tile.sequence.seqlen_q) return;
   if (threadIdx.x == 0) p.turns[tile.place] = 0;
@@ -151,8 +153,6 @@ __global__ void __launch_bounds__(kThreads) finish(const QueryGradient p) {
   }
 }
 
-int64_t blocks_of(const QueryGradient& p) { return p.batch * p.num_heads * p.tiles_q; }
-
 }  // namespace
 
 void prepare_rows(const QueryGradient& p, cudaStream_t stream) {
@@ -160,11 +160,11 @@ void prepare_rows(const QueryGradient& p, cudaStream_t stream) {
   for (const Heads& heads : {p.grad_out, p.out, p.residual})
     is_wide = is_wide && fastattn::cuda::is_wide(heads, p.dtype, p.value_head_dim);
   const int lanes = p.value_head_dim <= 64 ? 8 : p.value_head_dim <= 128 ? 16 : 32;
-  launch(prepare, blocks_of(p), kThreads, stream, p, lanes, is_wide);
+  launch(prepare, max(p.blocks(), 1), kThreads, stream, p, lanes, is_wide);
 }
 
 void finish_query_gradient(const QueryGradient& p, cudaStream_t stream) {
-  launch(p.dtype == Dtype::bfloat16 ? finish<bfloat16> : finish<float16>, blocks_of(p), kThreads, stream, p);
+  launch(p.dtype == Dtype::bfloat16 ? finish<bfloat16> : finish<float16>, p.blocks(), kThreads, stream, p);
 }
 
 }  // namespace fastattn::cuda

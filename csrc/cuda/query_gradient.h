@@ -25,6 +25,7 @@ struct QueryGradient : AttentionBackward {
   float* row_values;
   float* sums;  // (H, places, sums_of_tile()): dQ / (scale fold), in the order of the products' registers
   int* turns;   // (H, places): how many tiles of keys have added to a tile of dQ
+  int* ticket;  // how many tiles of keys blocks have taken
   MaskTiles mask_tiles;
 
   // Set the buffers, given the members before them. Return the floats of the workspace.
@@ -36,12 +37,15 @@ struct QueryGradient : AttentionBackward {
     row_values = workspace;
     sums = row_values + tiles * values() * kQueries;
     turns = (int*)(sums + tiles * sums_of_tile());
+    ticket = turns + tiles;
     mask_tiles = {};
-    int* const lists = turns + tiles;
+    int* const lists = ticket + 1;
     const int64_t bytes = mask.data ? mask_tiles.set(*this, kQueries, keys, true, lists) : 0;
     return (float*)lists - workspace + ceil_div(bytes, (int64_t)sizeof(float));
   }
 
+  // The tiles of queries, each of which has a block.
+  FASTATTN_HOST_DEVICE int64_t blocks() const { return batch * num_heads * tiles_q; }
   FASTATTN_HOST_DEVICE int values() const { return is_general ? 3 : 2; }
   // A tile has two halves by columns. Each is followed by a sum per query: that of the rounded dS of half of the keys.
   FASTATTN_HOST_DEVICE int sums_of_tile() const { return kQueries * (columns + 2); }
@@ -52,7 +56,7 @@ struct QueryGradient : AttentionBackward {
   }
 };
 
-// Write the values of each row, and set the turns to 0.
+// Write the values of each row, and set the turns and the ticket to 0.
 void prepare_rows(const QueryGradient&, cudaStream_t);
 
 // Write the gradient of the queries.

@@ -1,7 +1,7 @@
 // The part of CUDA that csrc/cuda uses, for the host. Its sources are compiled unchanged, with this folder instead of
-// the toolkit's headers. Every thread of a block is a fiber. Blocks run one after another, in a shuffled order.
-// Blocks with dynamic shared memory may use the functions of csrc/cuda/hopper.h (asynchronous.h). They start in
-// ascending order, and a random number of them is resident together.
+// the toolkit's headers. Every thread of a block is a fiber. Blocks start in a shuffled order and run one after
+// another. Blocks with dynamic shared memory may use the functions of csrc/cuda/hopper.h (asynchronous.h), and a random
+// number of them is resident together.
 //
 // A fiber runs until it waits for others. The next fiber is drawn at random, so code that holds in only one order
 // fails. Undefined behaviour ends the launch with an error that names the fault, the place and the thread:

@@ -116,6 +116,7 @@ template <int N>
 void wait_stores(FASTATTN_HERE) {
   emulation::wait_stores(N, false, place);
 }
+inline int take_ticket(int* next) { return (*next)++; }
 inline void wait_turn(const int* turn, int value, FASTATTN_HERE) { emulation::wait_turn(turn, value, place); }
 inline void pass_turn(int* turn, int value) { *turn = value; }
 

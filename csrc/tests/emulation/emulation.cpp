@@ -427,7 +427,7 @@ void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<vo
   blockDim = block_size, gridDim = grid, body = &kernel;
   std::vector<uint64_t> order(count);
   for (uint64_t i = 0; i < count; ++i) order[i] = i;
-  for (uint64_t n = count; n > 0 && !shared_bytes; --n) std::swap(order[random_below(n)], order[n - 1]);
+  for (uint64_t n = count; n > 0; --n) std::swap(order[random_below(n)], order[n - 1]);
   const uint64_t together = shared_bytes ? std::min(count, 1 + random_below(kMostResident)) : 1;
   error[0] = 0;
   if (shared_bytes) shared.forget();

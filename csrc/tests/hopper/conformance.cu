@@ -156,24 +156,28 @@ __global__ void turn_kernel(int groups, int rounds, uint32_t* out) {
   }
 }
 
-// Add a row (n) of each block to the sums of each tile (tiles, n), in the order of the blocks. The first one stores.
-__global__ void ordered_kernel(const float* from, int n, int tiles, int* turns, float* sums) {
+// Add a row (n) of each block to the sums of each tile (tiles, n), in the order of their tickets. The first one stores.
+__global__ void ordered_kernel(const float* from, int n, int tiles, int* next, int* turns, float* sums) {
   float* const row = (float*)dynamic_shared();
+  int* const ticket = (int*)(row + n);
+  if (threadIdx.x == 0) *ticket = take_ticket(next);
+  __syncthreads();
+  const int number = *ticket;
   for (int tile = 0; tile < tiles; ++tile) {
-    const float* source = from + ((size_t)tile * gridDim.x + blockIdx.x) * (size_t)n;
+    const float* source = from + ((size_t)tile * gridDim.x + (size_t)number) * (size_t)n;
     for (int i = (int)threadIdx.x; i < n; i += (int)blockDim.x) row[i] = source[i];
     fence_async();
     __syncthreads();
     if (threadIdx.x == 0) {
       float* const to = sums + (size_t)tile * (size_t)n;
-      wait_turn(turns + tile, (int)blockIdx.x);
-      if (blockIdx.x == 0)
+      wait_turn(turns + tile, number);
+      if (number == 0)
         store_bytes(to, shared_address(row), n * 4);
       else
         add_floats(to, shared_address(row), n * 4);
       commit_stores();
       wait_stores<0>();
-      pass_turn(turns + tile, (int)blockIdx.x + 1);
+      pass_turn(turns + tile, number + 1);
     }
     __syncthreads();
   }
@@ -284,10 +288,11 @@ FASTATTN_EXPORT const char* hopper_turns(int groups, int rounds, uint32_t* out, 
       [&] { launch(turn_kernel, dim3(1), groups * kWarpgroup, 4 + kSharedAlignment, stream, groups, rounds, out); });
 }
 
-FASTATTN_EXPORT const char* hopper_ordered(int blocks, const float* from, int n, int tiles, int* turns, float* sums,
-                                           cudaStream_t stream) {
+FASTATTN_EXPORT const char* hopper_ordered(int blocks, const float* from, int n, int tiles, int* next, int* turns,
+                                           float* sums, cudaStream_t stream) {
   return attempt([&] {
-    launch(ordered_kernel, dim3((unsigned)blocks), 64, 4 * n + kSharedAlignment, stream, from, n, tiles, turns, sums);
+    launch(ordered_kernel, dim3((unsigned)blocks), 64, 4 * n + 4 + kSharedAlignment, stream, from, n, tiles, next,
+           turns, sums);
   });
 }
 
