@@ -430,6 +430,10 @@ GATED = {
     "dQ waited for with dK": (
         "backward", "wait_products<1>(dQ);", "1", "0", r"DEPBAR<=2, SYNCS\S*, WARPGROUP\.DEPBAR<=0, BAR.*; recorded: ",
     ),
+    "a turn read without acquiring": (
+        "backward", "if (w == 0) wait_turn(turn, rank);", "wait_turn(turn, rank);",
+        "while (*(volatile int*)turn != rank) {\n}", r"recorded: ATOMG\S*, LDG\S*, CCTL\.IVALL, FENCE\.VIEW\.ASYNC\.G",
+    ),
     "dropout's words drawn after the scores": (
         "backward", "draw(tile, head, m);\nwait_products<1>(S);", "draw(tile, head, m);\nwait_products<1>(S);",
         "wait_products<1>(S);\ndraw(tile, head, m);", r"DEPBAR<=1, BAR\.SYNC\S*, WARPGROUP\.DEPBAR<=0.*; recorded: ",

@@ -6,9 +6,10 @@ or aligned operands without 128-bit loads and stores.
 
 A file with asynchronous products has no kernel without them. Their compiler serialises none. Their plain main loop has
 a product that is still pending behind the first wait, and at most two barriers that stop the consumers, three with
-dropout. Only a kernel with dropout accesses the stack, a few times per iteration. The registers of its roles, and the
-instructions per score and the order of products, waits and barriers in its plain main loop are those in
-tests/hopper_code.txt. --record writes that file after an intended change, and does nothing else.
+dropout. Only a kernel with dropout accesses the stack, a few times per iteration. The registers of its roles, the
+instructions per score and the order of products, waits and barriers in its plain main loop, and the instructions by
+which it takes turns with other blocks are those in tests/hopper_code.txt. --record writes that file after an intended
+change, and does nothing else.
 """
 
 import argparse
@@ -38,6 +39,9 @@ MOST_BARRIERS = 2  # one more with dropout, at which two warps exchange words
 REGISTERS = 512  # A multiprocessor's, per thread of a warpgroup.
 RECORD = ROOT / "tests/hopper_code.txt"
 RECORDED = ("HGMMA", "WARPGROUP", "BAR", "SYNCS")  # instructions whose order is recorded
+# Instructions that order a block's accesses to global memory relative to other blocks: atomics, acquiring loads (whose
+# CCTL empties the L1 cache) and releasing stores, fences, and the bulk stores and additions between them.
+ORDERING = re.compile(r"\.STRONG\.GPU|^CCTL|^MEMBAR\.\w+\.GPU|^FENCE\.VIEW\.ASYNC\.G|^UBLKRED|^UBLKCP\.G")
 TOLERANCE = 0.02  # Relative change of the instructions per score, which differ a little between compilers.
 # Kernels with few, unaligned or strided operands
 SCALAR = re.compile(r"add_groups|merge|cover_tiles|list_(query_)?tiles|prepare|attend<.*(false|, 0)")
@@ -84,7 +88,9 @@ class Kernel:
             return ""
         registers, rate = " and ".join(map(str, self.roles)), len(self.loop.body) / self.loop.scores
         events = order([i for i in self.loop.body if i.base in RECORDED])
-        return f"{self.source}: {self.name}: registers {registers}; {rate:.2f} instructions per score; {events}"
+        turns = ", ".join(i.opcode for i in self.code if ORDERING.search(i.opcode)) or "no turns"
+        parts = f"registers {registers}", f"{rate:.2f} instructions per score", events, turns
+        return f"{self.source}: {self.name}: {'; '.join(parts)}"
 
     def faults(self) -> list[str]:
         if self.loop is not None:
