@@ -5,15 +5,35 @@ Facts about Hopper's instructions and planted faults are in test_hopper.py."""
 
 import contextlib
 import functools
-import itertools
 import math
 import zlib
 
 import pytest
 import torch
-from conftest import DEVICE, require
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import require
+from hopper_problems import (
+    HALVES,
+    IS_EMULATED,
+    KEYS,
+    LAYOUTS,
+    QUERIES,
+    SEED,
+    SHAPES,
+    boundaries,
+    packed,
+    test_any_problem,  # noqa: F401 (runs here too, as the tests that follow)
+    test_dropout_seeds,  # noqa: F401
+    test_every_head_size,  # noqa: F401
+    test_large_scores,  # noqa: F401
+    test_lengths_around_tiles,  # noqa: F401
+    test_mask_broadcasts_and_strides,  # noqa: F401
+    test_masks_combine,  # noqa: F401
+    test_masks_that_leave_out_tiles,  # noqa: F401
+    test_nothing_at_all,  # noqa: F401
+    test_packed_sequences,  # noqa: F401
+    test_scale,  # noqa: F401
+    test_scales_at_the_ends_of_float32,  # noqa: F401
+)
 from oracle import assert_accurate, dropout_mask, varlen_attention, visible
 from oracle import attention as exact
 from pairs import in_turn, pairwise
@@ -22,10 +42,8 @@ from test_attention import (
     EXCLUDING,
     MASKS,
     NOTHING,
-    WINDOWS,
     assert_nan_reaches_what_attends_to_it,
     excluding,
-    mask_views,
     operands,
 )
 from test_cuda_attention import check, emulated_controls
@@ -36,9 +54,6 @@ from fastattn import scaled_dot_product_attention, varlen_attn
 from fastattn.backends import TABLE
 from fastattn.backends.schema import AttentionArgs, VarlenAttentionArgs
 
-IS_EMULATED = DEVICE == "cpu"
-HALVES = [torch.bfloat16, torch.float16]
-SEED = torch.tensor([0x1234567890ABCDEF, 7])
 SCHEDULES = range(3 if IS_EMULATED else 1)
 
 
@@ -61,6 +76,16 @@ def controls(backend):
     yield from emulated_controls()
 
 
+@pytest.fixture(name="check")
+def checks():
+    return check
+
+
+@pytest.fixture(name="check_packed")
+def checks_of_packed():
+    return check_packed
+
+
 def each_schedule(controls, call):
     """Return the results of call() in several schedules and on several numbers of multiprocessors."""
     for schedule, count in zip(SCHEDULES, (132, 1, 2), strict=False):
@@ -68,13 +93,6 @@ def each_schedule(controls, call):
             controls.seed_order(schedule)
             controls.set_multiprocessors(count)
         yield call()
-
-
-SHAPES = [  # (B, Hq, Hk, Lq, Lk, E, Ev)
-    *((1, 1, 1, 17, 1, 8, 8), (2, 3, 3, 20, 37, 64, 64), (1, 4, 2, 213, 203, 64, 64), (2, 6, 2, 21, 131, 96, 32)),
-    *((1, 4, 1, 150, 260, 128, 128), (1, 1, 1, 70, 200, 192, 184), (1, 2, 1, 70, 140, 256, 256)),
-    *((1, 1, 1, 20, 500, 16, 200), (1, 1, 1, 400, 50, 40, 72), (1, 2, 1, 129, 257, 128, 80)),
-]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -94,61 +112,6 @@ def test_strides_of_dimensions_of_size_1():
     """They may be anything."""
     tensors = [t.as_strided(t.shape, (7, 5, 16, 1)) for t in operands((1, 1, 1, 40, 70, 16, 16), torch.bfloat16)]
     check(*tensors)
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 385])
-def test_lengths_around_tiles(dtype, length):
-    check(*operands((1, 1, 1, length, length + 1, 32, 32), dtype), is_causal=True)
-    check(*operands((1, 1, 1, 18, length, 128, 128), dtype), window_size=(100, 3), causal_variant="lower_right")
-
-
-@pytest.mark.parametrize(("e", "dtype"), in_turn(range(8, 257, 8), HALVES), ids=str)
-def test_every_head_size(e, dtype):
-    check(*operands((1, 2, 1, 18, 135, e, max(8, e - 24)), dtype), is_causal=True)
-    check(*operands((1, 1, 1, 18, 70, max(8, e - 56), e), dtype), torch.randn(70), dropout_p=0.3, seed=SEED)
-
-
-@pairwise(
-    p=[0.0, 0.4],
-    lengths=[None, (153, 0, 118)],
-    window=[*WINDOWS[:4], (100, 30)],
-    mask=MASKS,
-    diagonal=DIAGONALS,
-    queries=[21, 140],
-    sizes=[(16, 24), (64, 64), (128, 128)],
-    dtype=HALVES,
-)
-def test_masks_combine(p, lengths, window, mask, diagonal, queries, sizes, dtype):
-    attn_mask = MASKS[mask]((3, 2, queries, 153))
-    attn_mask = attn_mask.to(dtype) if mask == "float" else attn_mask
-    lengths = None if lengths is None else torch.tensor(lengths)
-    options = {"key_lengths": lengths, "window_size": window, **DIAGONALS[diagonal]}
-    check(
-        *operands((3, 2, 1, queries, 153, *sizes), dtype), attn_mask, dropout_p=p, seed=SEED if p else None, **options
-    )
-
-
-@pytest.mark.parametrize(
-    ("view", "kind"),
-    [*in_turn(mask_views(21), [torch.bool]), *in_turn(mask_views(21), [torch.float32, *HALVES])],
-    ids=str,
-)
-def test_mask_broadcasts_and_strides(kind, view):
-    shape, look = mask_views(21)[view]
-    mask = torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind)
-    check(*operands((3, 4, 4, 21, 43, 8, 8), torch.bfloat16), look(mask))
-
-
-def test_masks_that_leave_out_tiles():
-    """Tiles of keys of which a mask shows nothing, all or some, per head, are left out, taken whole or masked."""
-    ends = torch.tensor([300, 128, 0, 131])[:, None]
-    mask = (torch.arange(300) < ends).repeat_interleave(70, 0)[:270]  # in tiles of 128 queries
-    both = torch.stack([mask, torch.ones_like(mask)])
-    query, key, value = operands((1, 2, 2, 270, 300, 64, 64), torch.bfloat16)
-    for some in (mask, both, torch.where(both, 0.0, -math.inf)):
-        for options in ({}, {"window_size": (150, 20)}, {"key_lengths": torch.tensor([290]), "is_causal": True}):
-            check(query, key, value, some, **options)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -180,36 +143,6 @@ def test_rows_that_see_nothing_are_0_beside_nan():
 
 def test_nan_reaches_what_attends_to_it():
     assert_nan_reaches_what_attends_to_it(*operands((1, 1, 1, 40, 140, 8, 8), torch.bfloat16))
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 2, 2, 20, 0, 8, 8), (0, 2, 2, 20, 5, 8, 8), (2, 0, 0, 20, 5, 8, 8)], ids=str)
-def test_nothing_at_all(shape, dtype):
-    check(*operands(shape, dtype))
-    mask = torch.ones(shape[0], 1, 20, shape[4], dtype=torch.bool)
-    check(*operands(shape, dtype), mask, dropout_p=0.3, seed=SEED)
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("scale", [0, -0.7, 3.5, 1e-3, 1e-50])
-def test_scale(scale, dtype):
-    tensors = operands((1, 2, 2, 21, 143, 16, 16), dtype)
-    check(*tensors, scale=scale)
-    check(*tensors, torch.randn(143), scale=scale, is_causal=True)
-    check(*tensors, scale=scale, dropout_p=0.3, seed=SEED)
-
-
-def test_a_scale_beyond_float32_in_exponents_of_2():
-    query, key, value = operands((1, 2, 2, 21, 143, 16, 16), torch.bfloat16)
-    check(query * 1e-30, key * 1e-8, value, scale=3e38)
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("largest", [100.0, -100.0, 1e4, -1e4])
-def test_large_scores(largest, dtype):
-    query, key, value = operands((1, 2, 2, 40, 143, 16, 16), dtype)
-    scale = largest / (query.double() @ key.double().mT).abs().amax().item()
-    check(query, key, value, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -318,55 +251,18 @@ def test_dropout_extremes(p, mask):
         assert (out == 0).all()
 
 
-@pytest.mark.representative
-@pytest.mark.parametrize("seed", [(2**63 - 1, 2**32 + 5), (-1, 0), (-(2**63), 2**40), (3, -1)], ids=str)
-def test_dropout_seeds(seed):
-    seed = torch.tensor(seed)
-    check(*operands((1, 2, 2, 19, 45, 8, 8), torch.bfloat16), dropout_p=0.5, seed=seed)
-    check(*operands((1, 2, 2, 19, 45, 8, 8), torch.bfloat16), dropout_p=0.5, seed=seed.repeat_interleave(2)[::2])
-
-
 # Packed sequences
 
-QUERIES, KEYS = (5, 0, 133, 1, 17, 64), (9, 4, 140, 0, 300, 64)
 
-
-def boundaries(lengths):
-    return torch.tensor([0, *itertools.accumulate(lengths)])
-
-
-def check_packed(query, key, value, queries, keys, **options):
+def check_packed(tensors, queries, keys, **options):
     sequences, longest = (boundaries(queries), boundaries(keys)), (max(queries), max(keys))
-    out, lse = varlen_attn(query, key, value, *sequences, *longest, return_lse=True, **options)
-    wanted, wanted_lse = varlen_attention(query, key, value, *sequences, **options)
-    peer = varlen_attention(query, key, value, *sequences, dtype=query.dtype, **options)[0]
-    peer_lse = varlen_attention(query, key, value, *sequences, dtype=torch.float32, **options)[1]
+    out, lse = varlen_attn(*tensors, *sequences, *longest, return_lse=True, **options)
+    wanted, wanted_lse = varlen_attention(*tensors, *sequences, **options)
+    peer = varlen_attention(*tensors, *sequences, dtype=tensors[0].dtype, **options)[0]
+    peer_lse = varlen_attention(*tensors, *sequences, dtype=torch.float32, **options)[1]
     assert_accurate(out, wanted, peer, f"out {options}")
     assert_accurate(lse, wanted_lse, peer_lse, f"lse {options}", magnitude=1.0)
     return out, lse
-
-
-def packed(queries, keys, heads, sizes, dtype):
-    (hq, hk), (e, ev) = heads, sizes
-    shapes = (sum(queries), hq, e), (sum(keys), hk, e), (sum(keys), hk, ev)
-    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-@pairwise(
-    options=[
-        {},
-        {"is_causal": True},
-        {"window_size": (4, 2)},
-        {"is_causal": True, "window_size": (6, -1), "scale": -0.3},
-        {"is_causal": True, "dropout_p": 0.4},
-    ],
-    heads=[(2, 2), (4, 2), (3, 1)],
-    sizes=[(16, 16), (64, 24), (128, 128)],
-    dtype=HALVES,
-)
-def test_packed_sequences(options, heads, sizes, dtype):
-    tensors = packed(QUERIES, KEYS, heads, sizes, dtype)
-    check_packed(*tensors, QUERIES, KEYS, seed=SEED, enable_gqa=heads[0] != heads[1], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3}], ids=str)
@@ -376,13 +272,13 @@ def test_used_keys_of_packed_sequences(options):
     for start, length, n in zip(boundaries(KEYS), KEYS, used, strict=False):
         key[start + n : start + length] = math.nan
         value[start + n : start + length] = math.inf
-    check_packed(query, key, value, QUERIES, KEYS, seqused_k=used, seed=SEED, enable_gqa=True, **options)
+    check_packed((query, key, value), QUERIES, KEYS, seqused_k=used, seed=SEED, enable_gqa=True, **options)
 
 
 @pytest.mark.representative
 def test_empty_packed_sequences():
     for queries, keys in (((0, 0), (0, 3)), ((3,), (0,))):
-        out, _ = check_packed(*packed(queries, keys, (2, 2), (8, 8), torch.bfloat16), queries, keys)
+        out, _ = check_packed(packed(queries, keys, (2, 2), (8, 8), torch.bfloat16), queries, keys)
         assert (out == 0).all()
     none = torch.randn(0, 2, 8).bfloat16()
     assert varlen_attn(none, none, none, boundaries(()), boundaries(()), 0, 0).shape == (0, 2, 8)
@@ -391,10 +287,10 @@ def test_empty_packed_sequences():
 def test_strides_of_packed_sequences():
     """Slices of one packed projection, transposed heads and a last stride other than 1 are served."""
     projection = torch.randn(sum(QUERIES), 3, 2, 16).bfloat16()
-    check_packed(*projection.unbind(1), QUERIES, QUERIES, is_causal=True)
+    check_packed(projection.unbind(1), QUERIES, QUERIES, is_causal=True)
     key = torch.randn(2, sum(KEYS), 16).bfloat16().transpose(0, 1)
     value = torch.randn(sum(KEYS), 2, 32).bfloat16()[..., ::2]
-    check_packed(projection[:, 0], key, value, QUERIES, KEYS, dropout_p=0.2, seed=SEED)
+    check_packed((projection[:, 0], key, value), QUERIES, KEYS, dropout_p=0.2, seed=SEED)
 
 
 @pytest.mark.representative
@@ -409,13 +305,6 @@ def test_longest_lengths_beyond_the_tokens(longest):
 
 
 # Layouts
-
-LAYOUTS = {
-    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "between others": lambda t: torch.nn.functional.pad(t, (0, 8, 2, 3))[:, :, 2:-3, :-8],
-    "batch inside": lambda t: t.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
-    "transposed": lambda t: t.mT.contiguous().mT,
-}
 
 
 @pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
@@ -552,30 +441,6 @@ def test_same_bits_in_every_schedule(controls, head_dim, dtype, masked):
         each_schedule(controls, lambda: run(*tensors, mask, lengths=lengths, window=(200, 0), threshold=6000))
     )
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
-
-
-@settings(max_examples=25 if IS_EMULATED else 200)
-@given(
-    shape=st.tuples(*(st.integers(1, n) for n in (2, 2, 3, 230, 330)), *(st.integers(1, 32),) * 2),
-    mask=st.sampled_from(list(MASKS)),
-    diagonal=st.sampled_from(list(DIAGONALS)),
-    window=st.tuples(*(st.integers(-1, 330),) * 2),
-    scale=st.sampled_from([None, 0.2, -0.1]),
-    p=st.sampled_from([0.0, 0.1, 0.85]),
-    dtype=st.sampled_from(HALVES),
-    lengths=st.one_of(st.none(), st.tuples(*(st.floats(0, 1),) * 2)),
-)
-def test_any_problem(shape, mask, diagonal, window, scale, p, dtype, lengths):
-    torch.manual_seed(0)
-    b, hk, group, lq, lk, e, ev = shape
-    tensors = operands((b, hk * group, hk, max(lq, 17), lk, 8 * e, 8 * ev), dtype)
-    attn_mask = MASKS[mask]((b, hk * group, max(lq, 17), lk))
-    options = {"window_size": window, "scale": scale, **DIAGONALS[diagonal]}
-    if lengths:
-        options["key_lengths"] = (torch.tensor(lengths[:b]) * lk).long()
-    if p:
-        options |= {"dropout_p": p, "seed": SEED}
-    check(*tensors, attn_mask, **options)
 
 
 def test_compiled_calls():
