@@ -15,6 +15,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 from setuptools import build_meta
@@ -55,8 +56,8 @@ def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> 
     cuda |= {"attention_backward", "varlen_attention_backward"} if hopper else set()
     others = {path.stem for path in (ROOT / "csrc/bindings").glob("*.cpp")} - {"limits", "launcher"}
     stems = {"cpu": others | {"limits"}, "cuda": others & cuda, "triton": others | {"launcher"}}[library]
-    folder, alone = ROOT / "csrc/bindings", {"library", "runtime"}
-    included = " ".join(f"-include {shlex.quote(str(folder / stem))}.cpp" for stem in sorted(stems - alone))
+    folder = ROOT / "csrc/bindings"
+    included = include_options(folder / f"{stem}.cpp" for stem in stems - {"library", "runtime"})
     contract = runpy.run_path(str(ROOT / "fastattn/backends/schema.py"))["CONTRACT"]
     flags = (
         f"{CXX_FLAGS} {optimize} {TORCH_TARGET} -isystem {shlex.quote(str(torch / 'include'))}"
@@ -67,6 +68,11 @@ def bindings(library: str, torch: Path, optimize: str, hopper: bool = False) -> 
         ("bindings.o", folder / "library.cpp", f"{flags} {included}"),
         ("bindings.runtime.o", folder / "runtime.cpp", flags),
     ]
+
+
+def include_options(sources: Iterable[Path]) -> str:
+    """Return the options that compile these files together with another one."""
+    return " ".join(f"-include {shlex.quote(str(source))}" for source in sorted(sources))
 
 
 # Architectures of the CUDA library if no GPU is found. The library has PTX of the last one too.
@@ -295,9 +301,9 @@ def build_triton(directory: Path) -> tuple[Path, dict[str, object]]:
     instruction_sets()  # raises on machines that the library does not support
     torch = torch_for_building()
     objects = bindings("triton", torch, OPTIMIZE)
-    flags = f"{CXX_FLAGS} {OPTIMIZE}"
-    sources = sorted((ROOT / "csrc/launch").glob("*.cpp"))
-    objects += [(f"{source.stem}.o", source, flags) for source in sources]
+    launcher = ROOT / "csrc/launch/launcher.cpp"
+    included = include_options(set(launcher.parent.glob("*.cpp")) - {launcher})
+    objects += [("launcher.o", launcher, f"{CXX_FLAGS} {OPTIMIZE} {included}")]
     hide_symbols(directory)
     link = (
         f"-shared -Wl,--version-script=exports.map -Wl,--no-undefined -Wl,--as-needed"
