@@ -249,26 +249,39 @@ FASTATTN_INLINE void finish_stream() {
 #endif
 }
 
-// The loads and stores of a part of a vector, which is rare. With AVX2 they are masked, because a call in the last step
-// of a loop makes GCC keep the loop's constants on the stack.
+// The loads and stores of a part of a vector, which is rare. With AVX2 they are not calls, because a call in the last
+// step of a loop makes GCC keep the loop's constants on the stack. Workaround (QEMU 7.2): it reads whole vectors in
+// masked loads, so the loads are in pieces of 4, 2 and 1 elements.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 FASTATTN_INLINE __m256i lanes_below(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-FASTATTN_INLINE vf load_part(const float* p, int n) { return (vf)_mm256_maskload_ps(p, lanes_below(n)); }
-FASTATTN_INLINE void store_part(float* p, vf x, int n) { _mm256_maskstore_ps(p, lanes_below(n), (__m256)x); }
-
-// A mask has 32 bits per lane, so pairs are loaded, and the last element alone.
-template <class T>
-FASTATTN_INLINE vf load_part(const T* p, int n) {
-  if (n == 0) return vf{};
-  const __m128i pairs = _mm_maskload_epi32((const int*)p, _mm256_castsi256_si128(lanes_below(n / 2)));
-  const __m128i is_last = _mm_cmpeq_epi16(_mm_set1_epi16((short)(n - 1)), _mm_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7));
-  const __m128i last = _mm_and_si128(_mm_set1_epi16((short)p[n - 1].bits), is_last);
-  return to_float((vh)_mm_or_si128(pairs, last), T{});
+FASTATTN_INLINE vf load_part(const float* p, int n) {
+  const float* rest = p + (n & 4);
+  uint64_t pair = 0;
+  uint32_t last = 0;
+  if (n & 2) memcpy(&pair, rest, 8);
+  if (n & 1) memcpy(&last, rest + (n & 2), 4);
+  const __m128i four = n & 2 ? _mm_set_epi64x(last, (int64_t)pair) : _mm_cvtsi32_si128((int)last);
+  return (vf)(n & 4 ? _mm256_set_m128i(four, _mm_loadu_si128((const __m128i*)p)) : _mm256_zextsi128_si256(four));
 }
 
+FASTATTN_INLINE void store_part(float* p, vf x, int n) { _mm256_maskstore_ps(p, lanes_below(n), (__m256)x); }
+
+template <class T>
+FASTATTN_INLINE vf load_part(const T* p, int n) {
+  const T* rest = p + (n & 4);
+  uint32_t pair = 0;
+  uint64_t last = 0, four = 0;
+  if (n & 2) memcpy(&pair, rest, 4);
+  if (n & 1) last = rest[n & 2].bits;
+  last = last << 16 * (n & 2) | pair;
+  if (n & 4) memcpy(&four, p, 8);
+  return to_float((vh)(n & 4 ? _mm_set_epi64x((int64_t)last, (int64_t)four) : _mm_cvtsi64_si128((int64_t)last)), T{});
+}
+
+// A mask has 32 bits per lane, so pairs are stored, and the last element alone.
 template <class T>
 FASTATTN_INLINE void store_part(T* p, vf x, int n) {
   const vh h = from_float(x, T{});
