@@ -11,29 +11,8 @@ import zlib
 import pytest
 import torch
 from conftest import require
-from hopper_problems import (
-    HALVES,
-    IS_EMULATED,
-    KEYS,
-    LAYOUTS,
-    QUERIES,
-    SEED,
-    SHAPES,
-    boundaries,
-    packed,
-    test_any_problem,  # noqa: F401 (runs here too, as the tests that follow)
-    test_dropout_seeds,  # noqa: F401
-    test_every_head_size,  # noqa: F401
-    test_large_scores,  # noqa: F401
-    test_lengths_around_tiles,  # noqa: F401
-    test_mask_broadcasts_and_strides,  # noqa: F401
-    test_masks_combine,  # noqa: F401
-    test_masks_that_leave_out_tiles,  # noqa: F401
-    test_nothing_at_all,  # noqa: F401
-    test_packed_sequences,  # noqa: F401
-    test_scale,  # noqa: F401
-    test_scales_at_the_ends_of_float32,  # noqa: F401
-)
+from hopper_problems import *  # noqa: F403 (its tests run here too)
+from hopper_problems import HALVES, IS_EMULATED, KEYS, LAYOUTS, QUERIES, SEED, SHAPES, boundaries, packed
 from oracle import assert_accurate, dropout_mask, varlen_attention, visible
 from oracle import attention as exact
 from pairs import in_turn, pairwise
