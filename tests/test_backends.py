@@ -275,6 +275,41 @@ def test_a_lazily_negated_mask():
         assert torch.equal(call(mask), call(mask.clone()))
 
 
+@pytest.mark.parametrize(
+    ("options", "is_usual"),
+    [
+        ({}, True),
+        ({"is_causal": False}, True),
+        ({"is_causal": True}, True),
+        ({"is_causal": True, "scale": 0.5}, False),
+        ({"is_causal": True, "window_size": (2, -1)}, False),
+        ({"is_causal": True, "attn_mask": torch.arange(5) < 3}, False),
+        ({"enable_gqa": True}, False),
+    ],
+    ids=str,
+)
+def test_usual_calls_pass_few_arguments(options, is_usual, monkeypatch):
+    """Calls without a gradient that give is_causal alone take the short signature, with the reference's result."""
+    require("cpu")
+    passed = []
+
+    def observed(compiled, is_usual):
+        def call(*values):
+            passed.append(is_usual)
+            return compiled(*values)
+
+        return call
+
+    roads, _ = register.FAST_PATHS["attention"]
+    compiled, for_usual, differentiated = roads["cpu"]
+    monkeypatch.setitem(roads, "cpu", (observed(compiled, False), observed(for_usual, True), differentiated))
+    query, key, value = torch.randn(3, 1, 2, 5, 8)
+    found = scaled_dot_product_attention(query, key, value, **options)
+    assert passed == [is_usual]
+    with fastattn.backend("reference"):
+        torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value, **options))
+
+
 @needs_cpu
 def test_inference_tensors_leave_the_fast_path_before_a_seed_is_drawn():
     with torch.inference_mode():
