@@ -10,10 +10,10 @@
 //       merge O' into the chunks before, or write the output after the last chunk (results.h).
 //   for each query, if the keys are split: merge the splits' results in their order.
 //
-// query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) and out (B, Hq, Lq, Ev) have dtype T. Their strides
-// are arbitrary, except that columns are dense. LSE, row_max and row_sum are (B, Hq, Lq), float32. A task owns the rows
-// of S of its queries, in the columns of its split. Few queries have a kernel of their own (few_queries_forward.h).
-// blocks.h defines panel, block, tile, chunk and split.
+// query (B, Hq, Lq, E), key (B, Hk, Lk, E), value (B, Hk, Lk, Ev) and out (B, Hq, Lq, Ev) have one dtype, which only
+// the functions of attention_rows.h know. Their strides are arbitrary, except that columns are dense. LSE, row_max and
+// row_sum are (B, Hq, Lq), float32. A task owns the rows of S of its queries, in the columns of its split. Few queries
+// have a kernel of their own (few_queries_forward.h). blocks.h defines panel, block, tile, chunk and split.
 #if defined(__AMX_BF16__)
 // AMX reads and writes its sums once per tile, which takes as long as the product of 64 keys. So a tile has more keys
 // here, and fewer queries: its scores take half of the first-level cache.
@@ -37,49 +37,50 @@ constexpr int kTaskPanels = (kUsesAmx<Pair> ? 256 : 128) / kBlockM;
 // task repacks V.
 constexpr int kTasksEach = kUsesAmx<Pair> ? 4 : 8;
 
-template <class T>
+template <class Unit>
 struct Forward;
 
-template <class T>
+template <class Unit>
 void run(const Attention& a, const Parallel& parallel, char* workspace) {
   Arena arena = {(uintptr_t)workspace};
   const int workers = useful_workers(a, parallel, 2);
-  if (FewQueriesForward<T>::serves(a)) {
-    const FewQueriesForward<T> forward(a, &arena);
+  if (FewQueriesForward::serves<Unit>(a)) {
+    const FewQueriesForward forward(a, &arena);
     run_tasks(forward, parallel, workers, arena);
     forward.results.merge_splits(parallel, 1);
   } else {
-    const Forward<T> forward(a, workers, &arena);
+    const Forward<Unit> forward(a, workers, &arena);
     forward.mask.read(a, parallel, workers);
     run_tasks(forward, parallel, workers, arena);
     forward.results.merge_splits(parallel, workers);
   }
 }
 
-template <class T>
+template <class Unit>
 int64_t workspace(const Attention& a, const Parallel& parallel) {
   Arena arena = {0};
   const int workers = useful_workers(a, parallel, 2);
-  if (FewQueriesForward<T>::serves(a))
-    take_scratch(FewQueriesForward<T>(a, &arena), workers, &arena);
+  if (FewQueriesForward::serves<Unit>(a))
+    take_scratch(FewQueriesForward(a, &arena), workers, &arena);
   else
-    take_scratch(Forward<T>(a, workers, &arena), workers, &arena);
+    take_scratch(Forward<Unit>(a, workers, &arena), workers, &arena);
   return (int64_t)arena.at;
 }
 
-template <class T>
+template <class UnitOfDtype>
 struct Forward {
-  using Unit = typename UnitOf<T>::Unit;
+  using Unit = UnitOfDtype;
   static constexpr bool kPairs = kElements<Unit> == 2, kByColumns = !kUsesAmx<Unit>;
 
   const Attention& a;
   const BlockMask mask;
-  const Results<T> results;
+  const Results results;
   int64_t task_queries, tasks_per_head;  // Queries per task; tasks per head and split.
   const int depth = depth_of<Unit>(a.head_dim),
             width = (int)round_up(depth, kLanes);       // Units of head_dim; whole vectors.
   const int value_width = (int)results.partials.width;  // Elements per row of values, in whole vectors.
-  const bool in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.head_dim;  // Keys are read unpacked.
+  // Whether keys are read where they lie, without packing.
+  const bool key_in_place = in_memory<Unit>(a.dtype) && depth * kElements<Unit> == a.head_dim;
 
   struct Panel {
     Unit* query;                     // (width, kBlockM)
@@ -112,7 +113,7 @@ struct Forward {
     Scratch s;
     arena->take(kBlockN * kBlockM, &s.score);
     arena->take(kBlockM * width, &s.rows);
-    arena->take(in_place ? 0 : kBlockN * width, &s.key);
+    arena->take(key_in_place ? 0 : kBlockN * width, &s.key);
     arena->take(kBlockN * value_width, &s.value);
     arena->take(kUsesAmx<Unit> ? kBlockN / 2 * value_width : 0, &s.pairs);
     arena->take(kBlockM, &s.rescale);
@@ -178,25 +179,24 @@ struct Forward {
   // Return the operands and results of a task, to prefetch them. There are none if there are splits or long tasks.
   Prefetcher prefetcher_of(int64_t index) const {
     Prefetcher next;
-    if (index >= tasks() || tasks_per_head > 1 || results.splits.count > 1 || !Prefetcher::serves<T>(a)) return next;
+    if (index >= tasks() || tasks_per_head > 1 || results.splits.count > 1 || !Prefetcher::serves(a)) return next;
     const int64_t head = index % a.num_heads, kv_head = head / group_of(a);
     const Sequence s = find_sequence(a, index / a.num_heads);
     if (s.seqlen_q <= 0 || s.length() <= 0) return next;
-    next.add(query_row<T>(a.out, s, head, 0), a.out.row, s.seqlen_q, a.value_head_dim);
-    if (a.residual.data) next.add(query_row<T>(a.residual, s, head, 0), a.residual.row, s.seqlen_q, a.value_head_dim);
-    next.add(key_row<T>(a.value, s, kv_head, 0), a.value.row, s.length(), a.value_head_dim);
-    next.add(key_row<T>(a.key, s, kv_head, 0), a.key.row, s.length(), a.head_dim);
-    next.add(query_row<T>(a.query, s, head, 0), a.query.row, s.seqlen_q, a.head_dim);
+    next.add(a, query_rows(a, a.out, s, head, 0), s.seqlen_q, a.value_head_dim);
+    next.add(a, query_rows(a, a.residual, s, head, 0), s.seqlen_q, a.value_head_dim);
+    next.add(a, key_rows(a, a.value, s, kv_head, 0), s.length(), a.value_head_dim);
+    next.add(a, key_rows(a, a.key, s, kv_head, 0), s.length(), a.head_dim);
+    next.add(a, query_rows(a, a.query, s, head, 0), s.seqlen_q, a.head_dim);
     return next;
   }
 
   void pack_query(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch, const Panel& panel) const {
     const int count = (int)min(kBlockM, s.seqlen_q - query), padded = (int)round_up(count, kLanes);
-    const T* from = query_row<T>(a.query, s, head, query);
-    const int64_t stride = a.query.row * (int64_t)sizeof(T);
-    if (in_place && count == padded && depth == width && stride % (int64_t)sizeof(Unit) == 0)
-      return transpose((const Unit*)from, stride / (int64_t)sizeof(Unit), padded, width, panel.query, kBlockM);
-    pack_rows(from, a.query.row, count, a.head_dim, scratch.rows, width, nullptr);
+    const Rows from = query_rows(a, a.query, s, head, query);
+    if (key_in_place && count == padded && depth == width && from.stride % kElements<Unit> == 0)
+      return transpose((const Unit*)from.data, from.stride / kElements<Unit>, padded, width, panel.query, kBlockM);
+    pack(a, from, count, a.head_dim, scratch.rows, width, nullptr);
     clear_row(scratch.rows + count * width, (padded - count) * width);
     transpose(scratch.rows, width, padded, width, panel.query, kBlockM);
   }
@@ -212,23 +212,23 @@ struct Forward {
   }
 
   Matrix pack_key(const Sequence& s, int64_t head, int64_t key, int keys, const Scratch& scratch) const {
-    const T* from = key_row<T>(a.key, s, head, key);
-    if (in_place) return {from, a.key.row};
-    pack_rows(from, a.key.row, keys, a.head_dim, scratch.key, width, nullptr);
+    const Rows from = key_rows(a, a.key, s, head, key);
+    if (key_in_place) return in_place(a, from);
+    pack(a, from, keys, a.head_dim, scratch.key, width, nullptr);
     return {scratch.key, width};
   }
 
   // Pack V. Keys that no query sees get values of 0, because theirs may be NaN, and 0 * NaN is NaN.
   Matrix pack_value(const Sequence& s, int64_t head, int64_t kv_head, int64_t key, int keys,
                     const Scratch& scratch) const {
-    const T* from = key_row<T>(a.value, s, kv_head, key);
+    const Rows from = key_rows(a, a.value, s, kv_head, key);
     const uint8_t* visible = mask.visible_keys(a, s, head, head + 1, key, keys, scratch.mask.keys);
     if constexpr (kPairs) {
-      pack_left(from, a.value.row, keys, a.value_head_dim, scratch.value, value_width, visible, scratch.pairs);
+      pack_left(from, keys, a.value_head_dim, scratch.value, value_width, visible, scratch.pairs);
       if (!kByColumns) return {scratch.value, kBlockN / 2};
     } else {
-      if (UnitOf<T>::in_memory && !visible) return {from, a.value.row};
-      pack_rows(from, a.value.row, keys, a.value_head_dim, scratch.value, value_width, visible);
+      if (in_memory<Unit>(a.dtype) && !visible) return in_place(a, from);
+      pack(a, from, keys, a.value_head_dim, scratch.value, value_width, visible);
     }
     return {scratch.value, value_width};
   }
@@ -325,7 +325,7 @@ struct Forward {
   void finish_panel(const Sequence& s, int64_t head, int64_t query, int64_t split, bool first, bool last, int64_t row,
                     const Scratch& scratch, const Panel& panel) const {
     const int count = (int)min(kBlockM, s.seqlen_q - query);
-    if (first && last && results.splits.count == 1) return write_panel(s, head, query, count, panel);
+    if (first && last && results.splits.count == 1) return write_panel(s, head, query, count, scratch, panel);
     for (int first_query = 0; kPairs && first_query < count; first_query += kLanes) {
       const vf factor = correction(panel, first_query);
       for (int d = 0; d < value_width; ++d) {
@@ -339,30 +339,13 @@ struct Forward {
                   {scratch.out + i * value_width, panel.row_max[i], panel.row_sum[i]});
   }
 
-  void write_panel(const Sequence& s, int64_t head, int64_t query, int count, const Panel& panel) const {
-    for (int first = 0; first < count; first += kLanes) {
-      const vf row_sum = load(panel.row_sum + first);
-      const vf factor = correction(panel, first) * dropout_scale(a.threshold) / row_sum;
-      T* to = query_row<T>(a.out, s, head, query + first);
-      T* residual = a.residual.data ? query_row<T>(a.residual, s, head, query + first) : nullptr;
-      for (int d = 0; d < a.value_head_dim; d += kLanes, to += kLanes, residual += residual ? kLanes : 0) {
-        vf x[kLanes];
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i)
-          x[i] = Results<T>::normalised(load(panel.out + (d + i) * kBlockM + first), row_sum, factor);
-        transpose(x);
-        const auto write = [&](int i, int n) {
-          store(to + i * a.out.row, x[i], n);
-          if (residual) store(residual + i * a.residual.row, Results<T>::rest_of(x[i]), n);
-        };
-        if (first + kLanes <= count && d + kLanes <= a.value_head_dim) {
-#pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i) write(i, kLanes);
-          continue;
-        }
-        for (int i = 0; i < min(kLanes, count - first); ++i) write(i, min(kLanes, a.value_head_dim - d));
-      }
-    }
+  void write_panel(const Sequence& s, int64_t head, int64_t query, int count, const Scratch& scratch,
+                   const Panel& panel) const {
+    float* factor = scratch.rescale;
+    for (int first = 0; first < count; first += kLanes)
+      store(factor + first, correction(panel, first) * dropout_scale(a.threshold) / load(panel.row_sum + first));
+    rows_of(a).write_panel(panel.out, kBlockM, panel.row_sum, factor, count, a.value_head_dim,
+                           query_rows(a, a.out, s, head, query), query_rows(a, a.residual, s, head, query));
     for (int i = 0; i < count; ++i) results.write_stats(s, head, query + i, panel.row_max[i], panel.row_sum[i]);
   }
 };

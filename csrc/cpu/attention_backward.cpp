@@ -11,9 +11,10 @@
 //     write dK and dV of the split.
 //   for each query, if the keys are split: dQ is the sum of its partial dQ, in the order of the splits.
 //
-// query, key, value, out and their gradients have dtype T and the shapes of attention.cpp; the statistics of the
-// forward pass are (B, Hq, Lq), float32. tile_gradients.h computes P and dS. Few queries have a kernel of their own
-// (few_queries_backward.h), and so has the mask's gradient (mask_gradient.h). See blocks.h for the words.
+// query, key, value, out and their gradients have one dtype (attention_rows.h) and the shapes of attention.cpp; the
+// statistics of the forward pass are (B, Hq, Lq), float32. tile_gradients.h computes P and dS. Few queries have a
+// kernel of their own (few_queries_backward.h), and so has the mask's gradient (mask_gradient.h). See blocks.h for the
+// words.
 #include "few_queries_backward.h"
 #include "kernels.h"
 #include "mask_gradient.h"
@@ -23,64 +24,64 @@ namespace {
 
 constexpr int kChunkPanels = 128;  // Panels per chunk of dK and dV. Blocked summation bounds the rounding error.
 
-template <class T>
+template <class Unit>
 struct Backward;
 
 // Call use(kernel, kernel of the mask's gradient). Both sum scores in the order of the forward pass's kernel.
-template <class T, class Use>
-void with_kernels(const AttentionBackward& a, const BlockMask& mask, const QueryGradients<T>& query_gradients,
+template <class Unit, class Use>
+void with_kernels(const AttentionBackward& a, const BlockMask& mask, const QueryGradients& query_gradients,
                   const Use& use) {
-  if (FewQueriesBackward<T>::serves(a)) {
-    const FewQueriesBackward<T> kernel{a, mask, query_gradients};
-    use(kernel, FewQueriesMaskGradient<T>{kernel});
+  if (FewQueriesBackward::serves(a)) {
+    const FewQueriesBackward kernel{a, mask, query_gradients};
+    use(kernel, FewQueriesMaskGradient{kernel});
   } else {
-    use(Backward<T>{a, mask, query_gradients}, MaskGradient<T>{a, mask});
+    use(Backward<Unit>{a, mask, query_gradients}, MaskGradient<Unit>{a, mask});
   }
 }
 
-template <class T>
+template <class Unit>
 void run(const AttentionBackward& a, const Parallel& parallel, char* workspace) {
   Arena arena = {(uintptr_t)workspace};
   const int workers = useful_workers(a, parallel, 5);
-  const QueryGradients<T> query_gradients(a, &arena);
+  const QueryGradients query_gradients(a, &arena);
   const BlockMask mask(a, &arena);
   mask.read(a, parallel, workers);
-  with_kernels(a, mask, query_gradients, [&](const auto& kernel, const auto& of_mask) {
+  with_kernels<Unit>(a, mask, query_gradients, [&](const auto& kernel, const auto& of_mask) {
     run_tasks(kernel, parallel, workers, arena);
     if (a.grad_mask) run_tasks(of_mask, parallel, workers, arena);
   });
   query_gradients.add_splits(parallel, workers);
 }
 
-template <class T>
+template <class Unit>
 int64_t workspace(const AttentionBackward& a, const Parallel& parallel) {
   Arena arena = {0};
   const int workers = useful_workers(a, parallel, 5);
-  const QueryGradients<T> query_gradients(a, &arena);
+  const QueryGradients query_gradients(a, &arena);
   const BlockMask mask(a, &arena);
   Arena again = arena;  // the mask's gradient uses the same memory afterwards
-  with_kernels(a, mask, query_gradients, [&](const auto& kernel, const auto& of_mask) {
+  with_kernels<Unit>(a, mask, query_gradients, [&](const auto& kernel, const auto& of_mask) {
     take_scratch(kernel, workers, &arena);
     if (a.grad_mask) take_scratch(of_mask, workers, &again);
   });
   return (int64_t)max(arena.at, again.at);
 }
 
-template <class T>
+template <class UnitOfDtype>
 struct Backward {
-  using Unit = typename UnitOf<T>::Unit;
+  using Unit = UnitOfDtype;
   static constexpr bool kPairs = kElements<Unit> == 2, kByColumns = !kUsesAmx<Unit>;
 
   const AttentionBackward& a;
   const BlockMask& mask;
-  const QueryGradients<T>& query_gradients;
-  const TileGradients<T> tiles = {a, mask};
+  const QueryGradients& query_gradients;
+  const TileGradients<Unit> tiles = {a, mask};
   const Splits& splits = query_gradients.splits;
   // Elements per row of keys and of values, rounded up to whole vectors.
   const int width = query_gradients.width, value_width = (int)round_up(a.value_head_dim, kLanes);
 
   struct Scratch {
-    typename TileGradients<T>::Scratch tile;
+    typename TileGradients<Unit>::Scratch tile;
     Unit *query_right, *grad_right;                         // Panel of Q and of dO as B of a product over queries.
     Unit *probability_left, *grad_left, *grad_score_right;  // P and dS as A of a product, dS as B.
     float *grad_query, *query_total;                        // (width, kBlockM). Totals: sums of the chunks so far.
@@ -125,7 +126,7 @@ struct Backward {
     const Sequence s = find_sequence(a, index / splits.count / a.num_kv_heads);
     const int64_t begin = split * splits.keys, end = min(begin + splits.keys, s.length());
     const int64_t rows = max(min(begin + splits.keys, s.seqlen_k) - begin, 0);
-    mean_of_keys<T>(a, mask, s, kv_head, scratch.tile.mask.keys, scratch.mean);
+    mean_of_keys(a, mask, s, kv_head, scratch.tile.mask.keys, scratch.mean);
     for (int64_t key = begin; key < end; key += kBlockN) pack_keys(s, kv_head, key, end, key - begin, scratch);
     clear_row(scratch.grad_key, rows * width);
     clear_row(scratch.grad_value, rows * value_width);
@@ -143,10 +144,12 @@ struct Backward {
     if (chunks > 0) end_panels();
     const float* grad_key = chunks > 0 ? scratch.key_total : scratch.grad_key;
     const float* grad_value = chunks > 0 ? scratch.value_total : scratch.grad_value;
+    const RowFunctions& of = rows_of(a);
     for (int64_t j = 0; j < rows; ++j) {
-      write_gradient(grad_key + j * width, a.scale, a.head_dim, key_row<T>(a.grad_key, s, kv_head, begin + j));
-      write_gradient(grad_value + j * value_width, dropout_scale(a.threshold), a.value_head_dim,
-                     key_row<T>(a.grad_value, s, kv_head, begin + j));
+      of.write_gradient(grad_key + j * width, nullptr, 0, a.scale, a.head_dim,
+                        key_rows(a, a.grad_key, s, kv_head, begin + j).data);
+      of.write_gradient(grad_value + j * value_width, nullptr, 0, dropout_scale(a.threshold), a.value_head_dim,
+                        key_rows(a, a.grad_value, s, kv_head, begin + j).data);
     }
   }
 
@@ -154,19 +157,19 @@ struct Backward {
   // splits or long tasks.
   Prefetcher prefetcher_of(int64_t index) const {
     Prefetcher next;
-    if (index >= tasks() || splits.count > 1 || !Prefetcher::serves<T>(a)) return next;
+    if (index >= tasks() || splits.count > 1 || !Prefetcher::serves(a)) return next;
     const int64_t kv_head = index % a.num_kv_heads, head = kv_head * group_of(a);
     const Sequence s = find_sequence(a, index / a.num_kv_heads);
     if (s.seqlen_q <= 0 || s.length() <= 0) return next;
-    next.add(key_row<T>(a.grad_value, s, kv_head, 0), a.grad_value.row, s.length(), a.value_head_dim);
-    next.add(key_row<T>(a.grad_key, s, kv_head, 0), a.grad_key.row, s.length(), a.head_dim);
-    next.add(query_row<T>(a.grad_query, s, head, 0), a.grad_query.row, s.seqlen_q, a.head_dim);
-    next.add(key_row<T>(a.value, s, kv_head, 0), a.value.row, s.length(), a.value_head_dim);
-    next.add(key_row<T>(a.key, s, kv_head, 0), a.key.row, s.length(), a.head_dim);
-    next.add(query_row<T>(a.out, s, head, 0), a.out.row, s.seqlen_q, a.value_head_dim);
-    if (a.residual.data) next.add(query_row<T>(a.residual, s, head, 0), a.residual.row, s.seqlen_q, a.value_head_dim);
-    next.add(query_row<T>(a.grad_out, s, head, 0), a.grad_out.row, s.seqlen_q, a.value_head_dim);
-    next.add(query_row<T>(a.query, s, head, 0), a.query.row, s.seqlen_q, a.head_dim);
+    next.add(a, key_rows(a, a.grad_value, s, kv_head, 0), s.length(), a.value_head_dim);
+    next.add(a, key_rows(a, a.grad_key, s, kv_head, 0), s.length(), a.head_dim);
+    next.add(a, query_rows(a, a.grad_query, s, head, 0), s.seqlen_q, a.head_dim);
+    next.add(a, key_rows(a, a.value, s, kv_head, 0), s.length(), a.value_head_dim);
+    next.add(a, key_rows(a, a.key, s, kv_head, 0), s.length(), a.head_dim);
+    next.add(a, query_rows(a, a.out, s, head, 0), s.seqlen_q, a.value_head_dim);
+    next.add(a, query_rows(a, a.residual, s, head, 0), s.seqlen_q, a.value_head_dim);
+    next.add(a, query_rows(a, a.grad_out, s, head, 0), s.seqlen_q, a.value_head_dim);
+    next.add(a, query_rows(a, a.query, s, head, 0), s.seqlen_q, a.head_dim);
     return next;
   }
 
@@ -176,8 +179,8 @@ struct Backward {
     const int count = (int)min(kBlockN, end - key);
     const uint8_t* visible = tiles.pack_keys(s, kv_head, key, count, row, scratch.tile);
     if constexpr (kPairs)
-      pack_left(key_row<T>(a.key, s, kv_head, key), a.key.row, count, a.head_dim, scratch.key_left + row / 2 * width,
-                width, visible, scratch.pairs);
+      pack_left(key_rows(a, a.key, s, kv_head, key), count, a.head_dim, scratch.key_left + row / 2 * width, width,
+                visible, scratch.pairs);
   }
 
   // Add the gradients of a panel of queries and the keys [begin, end) of a split, and put dQ.
@@ -211,10 +214,9 @@ struct Backward {
     tiles.pack_queries(s, head, query, scratch.tile);
     if constexpr (kPairs) {
       const uint8_t* visible = scratch.tile.mask.queries;
-      pack_pairs(query_row<T>(a.query, s, head, query), a.query.row, count, a.head_dim, scratch.query_right, width,
+      pack_pairs(query_rows(a, a.query, s, head, query), count, a.head_dim, scratch.query_right, width, visible);
+      pack_pairs(query_rows(a, a.grad_out, s, head, query), count, a.value_head_dim, scratch.grad_right, value_width,
                  visible);
-      pack_pairs(query_row<T>(a.grad_out, s, head, query), a.grad_out.row, count, a.value_head_dim, scratch.grad_right,
-                 value_width, visible);
       const int pairs = units_of<Unit>(count), rest = depth_of<Unit>(count) - pairs;
       clear_row(scratch.query_right + pairs * width, rest * width);
       clear_row(scratch.grad_right + pairs * value_width, rest * value_width);

@@ -10,20 +10,18 @@
 //
 // A task has all queries of the heads that share the key/value head, so dK and dV need no sum over tasks.
 #pragma once
-#include "few_queries.h"
 #include "gradients.h"
 #include "mask.h"
 
 namespace fastattn {
 namespace {
 
-template <class T>
 struct FewQueriesBackward {
   using Unit = float;
 
   const AttentionBackward& a;
   const BlockMask& mask;
-  const QueryGradients<T>& query_gradients;
+  const QueryGradients& query_gradients;
   // Elements per row of keys and of values, rounded up to whole vectors.
   const int width = query_gradients.width, value_width = (int)round_up(a.value_head_dim, kLanes);
 
@@ -62,23 +60,24 @@ struct FewQueriesBackward {
     const int64_t stored = min(begin + splits.keys, s.seqlen_k);
     const int64_t first_visible = s.begin(0), end_visible = min(end, s.end(s.seqlen_q - 1));
     const QueryRows rows(a, s, kv_head);
+    const RowFunctions& of = rows_of(a);
     for (int r = 0; r < rows.count; ++r) pack_query(s, rows.head(r), rows.query(r), r, split, scratch);
-    mean_of_keys<T>(a, mask, s, kv_head, scratch.seen, scratch.mean);
+    mean_of_keys(a, mask, s, kv_head, scratch.seen, scratch.mean);
     bool several = false;
     for (int64_t key = begin; key < stored; key += kBlockN) {
       const int64_t last = key + kBlockN > first_visible ? min(key + kBlockN, end_visible) : key;
       const int keys = (int)max(last - key, 0), count = (int)min(kBlockN, stored - key);
       compute(s, kv_head, rows, key, keys, rows_ahead(key, end_visible), scratch);
-      add_rows(rows.count, scratch.grad_score, key_row<T>(a.key, s, kv_head, key), a.key.row, keys, a.head_dim, nullptr,
-               0, scratch.grad_query, width);
+      of.add_rows(rows.count, scratch.grad_score, key_rows(a, a.key, s, kv_head, key), keys, a.head_dim, nullptr,
+                  kBlockN, 0, scratch.grad_query, width);
       if (is_end_of_chunk(key, begin, stored)) {
         end_chunk(!several, rows.count * width, scratch.grad_query, scratch.query_total);
         several = true;
       }
-      write_keys(rows.count, scratch.grad_score, scratch.query, width, a.scale, count, a.head_dim,
-                 key_row<T>(a.grad_key, s, kv_head, key), a.grad_key.row);
-      write_keys(rows.count, scratch.probability, scratch.grad, value_width, 1.0f, count, a.value_head_dim,
-                 key_row<T>(a.grad_value, s, kv_head, key), a.grad_value.row);
+      of.write_keys(rows.count, scratch.grad_score, scratch.query, width, a.scale, kBlockN, count, a.head_dim,
+                    key_rows(a, a.grad_key, s, kv_head, key));
+      of.write_keys(rows.count, scratch.probability, scratch.grad, value_width, 1.0f, kBlockN, count, a.value_head_dim,
+                    key_rows(a, a.grad_value, s, kv_head, key));
     }
     if (several) end_chunk(false, rows.count * width, scratch.grad_query, scratch.query_total);
     const float* total = several ? scratch.query_total : scratch.grad_query;
@@ -94,21 +93,22 @@ struct FewQueriesBackward {
     clear_row(scratch.grad + r * value_width, value_width);
     scratch.inv_sum[r] = scratch.missing[r] = 0;
     if (a.row_sum[row] == 0) return;  // the query sees nothing; it and its dO may hold NaN
-    pack_row(query_row<T>(a.query, s, head, query), a.head_dim, scratch.query + r * width, width);
-    pack_row(query_row<T>(a.grad_out, s, head, query), a.value_head_dim, scratch.grad + r * value_width, value_width);
+    pack(a, query_rows(a, a.query, s, head, query), 1, a.head_dim, scratch.query + r * width, width, nullptr);
+    pack(a, query_rows(a, a.grad_out, s, head, query), 1, a.value_head_dim, scratch.grad + r * value_width, value_width,
+         nullptr);
     scratch.row_max[r] = a.row_max[row];
     scratch.inv_sum[r] = 1 / a.row_sum[row];
-    scratch.delta[r] = delta_of<T>(a, s, head, query);
+    scratch.delta[r] = delta_of(a, s, head, query);
     scratch.missing[r] = split == 0 ? grad_lse_of(a, s, head, query) : 0;
   }
 
   // Compute P and dS of the rows and the keys [key, key + keys), a block. `ahead` is that of row_products.
   void compute(const Sequence& s, int64_t kv_head, const QueryRows& rows, int64_t key, int keys, int ahead,
                const Scratch& scratch) const {
-    row_products(rows.count, scratch.query, width, key_row<T>(a.key, s, kv_head, key), a.key.row, keys, a.head_dim,
-                 a.scale, ahead, scratch.probability);
-    row_products(rows.count, scratch.grad, value_width, key_row<T>(a.value, s, kv_head, key), a.value.row, keys,
-                 a.value_head_dim, 1.0f, ahead, scratch.grad_score);
+    rows_of(a).row_products(rows.count, scratch.query, width, key_rows(a, a.key, s, kv_head, key), keys, a.head_dim,
+                            a.scale, kBlockN, ahead, scratch.probability);
+    rows_of(a).row_products(rows.count, scratch.grad, value_width, key_rows(a, a.value, s, kv_head, key), keys,
+                            a.value_head_dim, 1.0f, kBlockN, ahead, scratch.grad_score);
     for (int r = 0; r < rows.count; ++r) differentiate(s, rows.head(r), rows.query(r), key, keys, r, scratch);
   }
 
@@ -129,38 +129,6 @@ struct FewQueriesBackward {
       total += ds;
     }
     scratch.missing[r] -= sum(total);
-  }
-
-  // Write the gradients of `count` keys or values: factor * sum_r weight_rj row_r.
-  static void write_keys(int rows, const float* weight, const float* row, int64_t row_width, float factor, int count,
-                         int length, T* to, int64_t stride) {
-    for (int d = 0; d < length; d += 4 * kLanes) {
-      const int rest = min(length - d, 4 * kLanes);
-      switch ((rest + kLanes - 1) / kLanes) {
-        case 1: write_key_vectors<1>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
-        case 2: write_key_vectors<2>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
-        case 3: write_key_vectors<3>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride); break;
-        default: write_key_vectors<4>(rows, weight, row + d, row_width, factor, count, rest, to + d, stride);
-      }
-    }
-  }
-
-  template <int vectors>
-  static FASTATTN_INLINE void write_key_vectors(int rows, const float* weight, const float* row, int64_t row_width,
-                                                float factor, int count, int length, T* to, int64_t stride) {
-    const int last = length - (vectors - 1) * kLanes;
-    for (int j = 0; j < count; ++j, to += stride) {
-      vf total[vectors] = {};
-      for (int r = 0; r < rows; ++r) {
-        const float w = weight[r * kBlockN + j];
-        if (w == 0) continue;
-#pragma GCC unroll 4
-        for (int n = 0; n < vectors; ++n) total[n] = fma(load(row + r * row_width + n * kLanes), splat(w), total[n]);
-      }
-#pragma GCC unroll 4
-      for (int n = 0; n < vectors; ++n)
-        store(to + n * kLanes, total[n] * factor, n + 1 < vectors ? kLanes : min(last, kLanes));
-    }
   }
 };
 

@@ -9,19 +9,17 @@
 // A task owns the rows of S of all queries of the heads that share the key/value head, in the columns of its split. It
 // reads each block of keys once.
 #pragma once
-#include "few_queries.h"
 #include "mask.h"
 #include "results.h"
 
 namespace fastattn {
 namespace {
 
-template <class T>
 struct FewQueriesForward {
   using Unit = float;
 
   const Attention& a;
-  const Results<T> results;
+  const Results results;
   int width;  // Elements per row of queries, rounded up to whole vectors.
 
   struct Scratch {
@@ -31,8 +29,9 @@ struct FewQueriesForward {
   };
 
   // Whether this kernel is faster than that of tiles. AMX wins with fewer queries, if the keys fill its tiles.
+  template <class TileUnit>
   static bool serves(const Attention& a) {
-    const bool fills_tiles = kUsesAmx<typename UnitOf<T>::Unit> && a.seqlen_k >= 2 * kLanes;
+    const bool fills_tiles = kUsesAmx<TileUnit> && a.seqlen_k >= 2 * kLanes;
     return a.seqlen_q <= (fills_tiles ? kFewQueries / 2 : kFewQueries) && a.threshold == 0;
   }
 
@@ -57,7 +56,8 @@ struct FewQueriesForward {
     const Sequence s = find_sequence(a, index / results.splits.count / a.num_kv_heads);
     const QueryRows rows(a, s, kv_head);
     for (int r = 0; r < rows.count; ++r)
-      pack_row(query_row<T>(a.query, s, rows.head(r), rows.query(r)), a.head_dim, scratch.query + r * width, width);
+      pack(a, query_rows(a, a.query, s, rows.head(r), rows.query(r)), 1, a.head_dim, scratch.query + r * width, width,
+           nullptr);
     const int64_t begin = split * results.splits.keys, end = min(begin + results.splits.keys, s.length());
     const int64_t first_visible = s.begin(0), end_visible = min(end, s.end(s.seqlen_q - 1));
     const int64_t value_width = results.partials.width;
@@ -70,11 +70,11 @@ struct FewQueriesForward {
         if (block + kBlockN <= first_visible) continue;
         const int64_t key = max(block, first_visible);
         const int keys = (int)(min(block + kBlockN, end_visible) - key), ahead = rows_ahead(key, end_visible);
-        row_products(rows.count, scratch.query, width, key_row<T>(a.key, s, kv_head, key), a.key.row, keys, a.head_dim,
-                     a.scale, ahead, scratch.score);
+        rows_of(a).row_products(rows.count, scratch.query, width, key_rows(a, a.key, s, kv_head, key), keys, a.head_dim,
+                                a.scale, kBlockN, ahead, scratch.score);
         for (int r = 0; r < rows.count; ++r) softmax(s, rows.head(r), rows.query(r), key, keys, r, scratch);
-        add_rows(rows.count, scratch.score, key_row<T>(a.value, s, kv_head, key), a.value.row, keys, a.value_head_dim,
-                 scratch.rescale, ahead, scratch.out, value_width);
+        rows_of(a).add_rows(rows.count, scratch.score, key_rows(a, a.value, s, kv_head, key), keys, a.value_head_dim,
+                            scratch.rescale, kBlockN, ahead, scratch.out, value_width);
       }
       for (int r = 0; r < rows.count; ++r)
         results.put(s, rows.head(r), rows.query(r), split, chunk == begin, last_chunk, scratch.totals, r,

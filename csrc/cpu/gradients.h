@@ -11,18 +11,12 @@
 // In the last form, with c near the mean of the keys, the rounding errors of delta and dS do not multiply that mean. It
 // may be much larger than the keys' deviations, which are all that the gradient depends on.
 #pragma once
+#include "attention_rows.h"
 #include "mask.h"
-#include "pack.h"
 #include "tasks.h"
 
 namespace fastattn {
 namespace {
-
-// Compute out = sum * factor.
-template <class T>
-FASTATTN_INLINE void write_gradient(const float* sum, float factor, int length, T* out) {
-  for_each_vector(length, [&](int64_t d, int lanes) { store(out + d, load(sum + d) * factor, lanes); });
-}
 
 // A sum of dS_j k_j, and what is missing in it: a factor of `mean`.
 struct Sums {
@@ -50,46 +44,32 @@ inline float grad_lse_of(const AttentionBackward& a, const Sequence& s, int64_t 
 }
 
 // Return rowsum(dO * O) - dLSE of a query, where O is the result before it was rounded.
-template <class T>
-float delta_of(const AttentionBackward& a, const Sequence& s, int64_t head, int64_t query) {
-  const T* grad = query_row<T>(a.grad_out, s, head, query);
-  const T* out = query_row<T>(a.out, s, head, query);
-  const T* residual = a.residual.data ? query_row<T>(a.residual, s, head, query) : nullptr;
-  vf total = {};
-  for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
-    const vf rest = residual ? load(residual + d, lanes) : vf{};
-    total = fma(load(grad + d, lanes), load(out + d, lanes) + rest, total);
-  });
-  return sum(total) - grad_lse_of(a, s, head, query);
+inline float delta_of(const AttentionBackward& a, const Sequence& s, int64_t head, int64_t query) {
+  return rows_of(a).delta(query_rows(a, a.grad_out, s, head, query).data, query_rows(a, a.out, s, head, query).data,
+                          query_rows(a, a.residual, s, head, query).data, a.value_head_dim) -
+         grad_lse_of(a, s, head, query);
 }
 
 constexpr int kMeanKeys = 64;  // the mean of so few keys is near enough to that of all
 
 // Compute the mean of the first kMeanKeys keys that some query sees, 0 where it is not finite. It is the same for all
 // splits. `seen` is memory for (kBlockN), `mean` for (head_dim) in whole vectors.
-template <class T>
-void mean_of_keys(const AttentionBackward& a, const BlockMask& mask, const Sequence& s, int64_t kv_head, uint8_t* seen,
-                  float* mean) {
+inline void mean_of_keys(const AttentionBackward& a, const BlockMask& mask, const Sequence& s, int64_t kv_head,
+                         uint8_t* seen, float* mean) {
   const int64_t group = group_of(a), end = s.end(s.seqlen_q - 1);
-  const T* row[kMeanKeys];
+  const char* row[kMeanKeys];
   int keys = 0;
   for (int64_t key = s.begin(0) / kBlockN * kBlockN; key < end && keys < kMeanKeys; key += kBlockN) {
     const int count = (int)min(kBlockN, end - key);
     const uint8_t* visible = mask.visible_keys(a, s, kv_head * group, (kv_head + 1) * group, key, count, seen);
     for (int j = 0; j < count && keys < kMeanKeys; ++j) {
-      if (!visible || visible[j]) row[keys++] = key_row<T>(a.key, s, kv_head, key + j);
+      if (!visible || visible[j]) row[keys++] = key_rows(a, a.key, s, kv_head, key + j).data;
     }
   }
-  for_each_vector(a.head_dim, [&](int64_t d, int lanes) {
-    vf total = {};
-    for (int j = 0; j < keys; ++j) total += load(row[j] + d, lanes);
-    const vf x = total * (1.0f / (float)max(keys, 1));
-    store(mean + d, select(x - x == vf{}, x, vf{}));
-  });
+  rows_of(a).mean(row, keys, a.head_dim, mean);
 }
 
 // The gradients of the queries, and the splits of the keys.
-template <class T>
 struct QueryGradients {
   const AttentionBackward& a;
   const Splits splits;
@@ -128,9 +108,9 @@ struct QueryGradients {
 
   // A query that sees nothing gets 0, because its sum may hold NaN from keys that other queries see.
   void write(const Sequence& s, int64_t head, int64_t query, Sums from, int first, int columns) const {
-    T* to = query_row<T>(a.grad_query, s, head, query) + first;
-    const bool empty = a.row_sum[stats_offset(a, s, head, query)] == 0;
-    for_each_vector(columns, [&](int64_t d, int lanes) { store(to + d, empty ? vf{} : from.at(d) * a.scale, lanes); });
+    char* to = query_rows(a, a.grad_query, s, head, query).data + first * size_of(a.dtype);
+    if (a.row_sum[stats_offset(a, s, head, query)] == 0) return clear_row(to, columns * size_of(a.dtype));
+    rows_of(a).write_gradient(from.sum, from.mean, from.missing, a.scale, columns, to);
   }
 
   float* partial_row(int64_t split, const Sequence& s, int64_t head, int64_t query) const {

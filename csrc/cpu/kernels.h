@@ -53,17 +53,17 @@ bool use_instruction_set(const char* name);
   extern const Type FASTATTN_CONCATENATE(stem, FASTATTN_ISA); \
   const Type FASTATTN_CONCATENATE(stem, FASTATTN_ISA)
 
-// Exports a kernel of products, defined by templates workspace<T>(problem, parallel) and run<T>(problem, parallel,
-// memory). It serves every dtype, except those that are left to the vectors of avx512_bf16 (product.h).
+// Exports a kernel of products, defined by templates workspace<Unit>(problem, parallel) and run<Unit>(problem,
+// parallel, memory). It serves every dtype, except those that are left to the vectors of avx512_bf16 (product.h).
 #define FASTATTN_EXPORT_PRODUCTS(Problem, stem)                                   \
   extern const Kernel<Problem> stem##_avx512_bf16;                                \
   static const Kernel<Problem>& kernel_of_type(Dtype dtype) {                     \
-    return *with_type(dtype, [](auto type) -> const Kernel<Problem>* {            \
-      using T = decltype(type);                                                   \
-      if constexpr (kLeftToVectors<T>) {                                          \
+    return *with_unit(dtype, [](auto unit) -> const Kernel<Problem>* {            \
+      using Unit = decltype(unit);                                                \
+      if constexpr (kLeftToVectors<Unit>) {                                       \
         return &stem##_avx512_bf16;                                               \
       } else {                                                                    \
-        static constexpr Kernel<Problem> own = {&workspace<T>, &run<T>};          \
+        static constexpr Kernel<Problem> own = {&workspace<Unit>, &run<Unit>};    \
         return &own;                                                              \
       }                                                                           \
     });                                                                           \

@@ -61,8 +61,8 @@ struct BlockMask {
   void read(const Attention& a, const Parallel& parallel, int workers) const;
 };
 
-// Load n values of a row of a float mask as float32.
-FASTATTN_INLINE void load_mask_row(const Mask& m, int64_t offset, int n, float* to) {
+// Load n values of a row of a float mask as float32. It is not inline, because it has a loop per dtype.
+__attribute__((noinline)) inline void load_mask_row(const Mask& m, int64_t offset, int n, float* to) {
   with_type(m.dtype, [&](auto type) {
     const decltype(type)* from = (const decltype(type)*)m.data + offset;
     if (m.column != 1) {

@@ -21,16 +21,16 @@
 namespace fastattn {
 namespace {
 
-template <class T>
+template <class UnitOfDtype>
 struct MaskGradient {
-  using Unit = typename UnitOf<T>::Unit;
+  using Unit = UnitOfDtype;
 
   const AttentionBackward& a;
   const BlockMask& mask;
-  const TileGradients<T> tiles = {a, mask};
+  const TileGradients<Unit> tiles = {a, mask};
 
   struct Scratch {
-    typename TileGradients<T>::Scratch tile;
+    typename TileGradients<Unit>::Scratch tile;
     float* sums;  // (columns, kBlockM), whole blocks of columns.
   };
 
@@ -108,17 +108,16 @@ struct MaskGradient {
   }
 };
 
-template <class T>
 struct FewQueriesMaskGradient {
   using Unit = float;
 
-  const FewQueriesBackward<T>& kernel;
+  const FewQueriesBackward& kernel;
   const AttentionBackward& a = kernel.a;
   const int64_t heads = a.mask.heads == 1 ? 1 : group_of(a);  // Heads of the mask per task.
   const int64_t columns = round_up(a.mask.columns, kBlockN);  // Columns per row of sums.
 
   struct Scratch {
-    typename FewQueriesBackward<T>::Scratch rows;
+    FewQueriesBackward::Scratch rows;
     float* sums;  // (heads, queries, columns)
   };
 

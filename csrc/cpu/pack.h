@@ -1,7 +1,7 @@
 // Packing of operands: rows of units padded with zeros, transposed panels, and interleaved pairs of rows.
 #pragma once
-#include "blocks.h"
 #include "product.h"
+#include "sequence.h"
 
 namespace fastattn {
 namespace {
@@ -87,11 +87,11 @@ FASTATTN_INLINE void pack_rows(const T* from, int64_t stride, int rows, int leng
 }
 
 // Pack rows 2 i and 2 i + 1 as row i of pairs. Rows beyond `rows` become 0, and rows that are not visible.
-FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, int length, Pair* to, int64_t width,
-                                const uint8_t* visible) {
+FASTATTN_INLINE void pack_pairs(Rows from, int rows, int length, Pair* to, int64_t width, const uint8_t* visible) {
   for (int row = 0; row < rows; row += 2, to += width) {
     const bool even = !visible || visible[row], odd = row + 1 < rows && (!visible || visible[row + 1]);
-    const bfloat16 *first = from + row * stride, *second = odd ? first + stride : first;
+    const bfloat16* first = (const bfloat16*)from.data + row * from.stride;
+    const bfloat16* second = odd ? first + from.stride : first;
     for (int i = 0; i < (int)width; i += kLanes) {
       const int n = min(kLanes, max(length - i, 0));
       vu low = {}, high = {};
@@ -110,11 +110,10 @@ FASTATTN_INLINE void pack_pairs(const bfloat16* from, int64_t stride, int rows, 
 
 // Pack a block of keys as A of a product over keys: as pairs of rows. For AMX the pairs are also transposed and padded
 // with zeros to whole tiles; `buffer` holds them before that.
-inline void pack_left(const bfloat16* from, int64_t stride, int keys, int length, Pair* to, int width,
-                      const uint8_t* visible, Pair* buffer) {
-  if constexpr (!kUsesAmx<Pair>) return pack_pairs(from, stride, keys, length, to, width, visible);
+inline void pack_left(Rows from, int keys, int length, Pair* to, int width, const uint8_t* visible, Pair* buffer) {
+  if constexpr (!kUsesAmx<Pair>) return pack_pairs(from, keys, length, to, width, visible);
   const int pairs = units_of<Pair>(keys), depth = depth_of<Pair>(keys);
-  pack_pairs(from, stride, keys, length, buffer, width, visible);
+  pack_pairs(from, keys, length, buffer, width, visible);
   clear_row(buffer + pairs * width, (depth - pairs) * width);
   transpose(buffer, width, depth, width, to, kBlockN / 2);
 }

@@ -18,17 +18,16 @@ struct Prefetcher {
   int64_t row = 0, byte = 0;
 
   // Whether heads are short. The rows of a long head serve so many products that the time to fetch them hardly counts.
-  template <class T>
   static bool serves(const Attention& a) {
-    return max(a.seqlen_q, a.seqlen_k) * (a.head_dim + a.value_head_dim) * (int64_t)sizeof(T) <= kMaxBytes;
+    return max(a.seqlen_q, a.seqlen_k) * (a.head_dim + a.value_head_dim) * size_of(a.dtype) <= kMaxBytes;
   }
 
-  // Add `rows` rows of `length` elements. `first` is the first row, `row` the stride in elements.
-  template <class T>
-  void add(const T* first, int64_t row, int64_t rows, int64_t length) {
-    const char* data = (const char*)first;
-    const int64_t stride = row * (int64_t)sizeof(T), bytes = length * (int64_t)sizeof(T);
-    operand[left++] = stride == bytes ? Operand{data, 0, 1, rows * bytes} : Operand{data, stride, rows, bytes};
+  // Add `count` rows of `length` elements, unless the operand is missing.
+  void add(const Attention& a, Rows rows, int64_t count, int64_t length) {
+    if (!rows.data) return;
+    const int64_t stride = rows.stride * size_of(a.dtype), bytes = length * size_of(a.dtype);
+    operand[left++] =
+        stride == bytes ? Operand{rows.data, 0, 1, count * bytes} : Operand{rows.data, stride, count, bytes};
   }
 
   void prefetch(int64_t lines) {

@@ -35,26 +35,14 @@ struct Pair {
   bfloat16 even, odd;
 };
 
-// The unit that elements of type T are computed in; in_memory: their rows in memory are rows of units.
-template <class T>
-struct UnitOf {
-  typedef float Unit;
-  static constexpr bool in_memory = false;
-};
-
-template <>
-struct UnitOf<float> {
-  typedef float Unit;
-  static constexpr bool in_memory = true;
-};
-
+// Call f(Unit{}) with the unit that elements of a dtype are computed in.
+template <class F>
+FASTATTN_INLINE auto with_unit([[maybe_unused]] Dtype dtype, const F& f) {
 #if defined(__AVX512BF16__)
-template <>
-struct UnitOf<bfloat16> {
-  typedef Pair Unit;
-  static constexpr bool in_memory = true;
-};
+  if (dtype == Dtype::bfloat16) return f(Pair{});
 #endif
+  return f(float{});
+}
 
 // Whether products of these units run on AMX.
 template <class Unit>
@@ -64,12 +52,13 @@ template <>
 constexpr bool kUsesAmx<Pair> = true;
 #endif
 
-// Whether the kernels compiled for AMX leave products of type T to those of avx512_bf16, whose tile sizes suit vectors.
+// Whether the kernels compiled for AMX leave products of these units to those of avx512_bf16, whose tile sizes suit
+// vectors.
 #if defined(__AMX_BF16__)
-template <class T>
-constexpr bool kLeftToVectors = !kUsesAmx<typename UnitOf<T>::Unit>;
+template <class Unit>
+constexpr bool kLeftToVectors = !kUsesAmx<Unit>;
 #else
-template <class T>
+template <class Unit>
 constexpr bool kLeftToVectors = false;
 #endif
 
@@ -78,6 +67,12 @@ template <class Unit>
 constexpr int kElements = 1;
 template <>
 constexpr int kElements<Pair> = 2;
+
+// Whether rows of a dtype in memory are rows of the units that it is computed in.
+template <class Unit>
+constexpr bool in_memory(Dtype dtype) {
+  return size_of(dtype) * kElements<Unit> == (int64_t)sizeof(Unit);
+}
 
 // Units that hold this many elements.
 template <class Unit>

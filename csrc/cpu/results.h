@@ -6,6 +6,7 @@
 #pragma once
 #include <math.h>
 
+#include "attention_rows.h"
 #include "tasks.h"
 
 namespace fastattn {
@@ -42,7 +43,6 @@ struct Partials {
   }
 };
 
-template <class T>
 struct Results {
   const Attention& a;
   const Splits splits;
@@ -84,30 +84,10 @@ struct Results {
   }
 
   void write(const Sequence& s, int64_t head, int64_t query, Partial total) const {
-    T* to = query_row<T>(a.out, s, head, query);
-    const vf row_sum = splat(total.row_sum), factor = splat(dropout_scale(a.threshold) / total.row_sum);
-    for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
-      store(to + d, normalised(load(total.out + d), row_sum, factor), lanes);
-    });
-    if (a.residual.data) write_residual(query_row<T>(a.residual, s, head, query), total, row_sum, factor);
+    rows_of(a).write_output(total.out, total.row_sum, dropout_scale(a.threshold) / total.row_sum, a.value_head_dim,
+                            query_rows(a, a.out, s, head, query), query_rows(a, a.residual, s, head, query));
     write_stats(s, head, query, total.row_max, total.row_sum);
   }
-
-  // Not inline, because most calls keep no residual.
-  __attribute__((noinline)) void write_residual(T* to, Partial total, vf row_sum, vf factor) const {
-    for_each_vector(a.value_head_dim, [&](int64_t d, int lanes) {
-      store(to + d, rest_of(normalised(load(total.out + d), row_sum, factor)), lanes);
-    });
-  }
-
-  // Return what rounding takes away from a result, 0 where it is not finite.
-  static FASTATTN_INLINE vf rest_of(vf x) {
-    const vf rest = x - rounded_to(x, T{});
-    return select(rest - rest == vf{}, rest, vf{});
-  }
-
-  // Return out * factor, or 0 for a row that sees nothing, whose sums may be NaN.
-  static vf normalised(vf out, vf row_sum, vf factor) { return select(row_sum == vf{}, vf{}, out * factor); }
 
   void write_stats(const Sequence& s, int64_t head, int64_t query, float row_max, float row_sum) const {
     if (!a.row_max) return;

@@ -5,6 +5,13 @@
 #include "blocks.h"
 
 namespace fastattn {
+
+// Rows of an operand in memory, of the operands' dtype. The stride is in elements. Null data: the operand is missing.
+struct Rows {
+  char* data;
+  int64_t stride;
+};
+
 namespace {
 
 struct Sequence {
@@ -27,14 +34,19 @@ FASTATTN_INLINE Sequence find_sequence(const Attention& a, int64_t index) {
           seqlen_q, seqlen_k,    Visibility<int64_t>(length, seqlen_q, a.lower_right, a.window_left, a.window_right)};
 }
 
-// Return the row of a query, or of a key, of a head.
-template <class T>
-FASTATTN_INLINE T* query_row(const Heads& heads, const Sequence& s, int64_t head, int64_t query) {
-  return (T*)heads.data + row_offset(heads, s.index, head, s.first_query + query);
+// Return the rows of a head from this row of the operand on.
+FASTATTN_INLINE Rows rows_from(const Attention& a, const Heads& heads, int64_t batch, int64_t head, int64_t row) {
+  if (!heads.data) return {nullptr, 0};
+  return {(char*)heads.data + row_offset(heads, batch, head, row) * size_of(a.dtype), heads.row};
 }
-template <class T>
-FASTATTN_INLINE T* key_row(const Heads& heads, const Sequence& s, int64_t head, int64_t key) {
-  return (T*)heads.data + row_offset(heads, s.index, head, s.first_key + key);
+
+// Return the rows of a head from this query, or from this key, on.
+FASTATTN_INLINE Rows query_rows(const Attention& a, const Heads& heads, const Sequence& s, int64_t head,
+                                int64_t query) {
+  return rows_from(a, heads, s.index, head, s.first_query + query);
+}
+FASTATTN_INLINE Rows key_rows(const Attention& a, const Heads& heads, const Sequence& s, int64_t head, int64_t key) {
+  return rows_from(a, heads, s.index, head, s.first_key + key);
 }
 
 // Return the offset of a query's statistics (LSE, row_max, row_sum), in elements.

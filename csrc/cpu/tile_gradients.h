@@ -11,18 +11,16 @@
 namespace fastattn {
 namespace {
 
-template <class T>
+template <class Unit>
 struct TileGradients {
-  using Unit = typename UnitOf<T>::Unit;
-
   const AttentionBackward& a;
   const BlockMask& mask;
   // Units along head_dim and value_head_dim, the depths of products; the same, rounded up to whole vectors.
   const int depth = depth_of<Unit>(a.head_dim), value_depth = depth_of<Unit>(a.value_head_dim);
   const int units = (int)round_up(depth, kLanes), value_units = (int)round_up(value_depth, kLanes);
   // Whether rows are read where they lie, without packing.
-  const bool key_in_place = UnitOf<T>::in_memory && depth * kElements<Unit> == a.head_dim;
-  const bool value_in_place = UnitOf<T>::in_memory && value_depth * kElements<Unit> == a.value_head_dim;
+  const bool key_in_place = in_memory<Unit>(a.dtype) && depth * kElements<Unit> == a.head_dim;
+  const bool value_in_place = in_memory<Unit>(a.dtype) && value_depth * kElements<Unit> == a.value_head_dim;
 
   struct Scratch {
     Unit *query_rows, *query, *grad_rows, *grad;  // Panel of Q and of dO: (kBlockM, units) and (units, kBlockM).
@@ -59,23 +57,19 @@ struct TileGradients {
   // and its Q and dO may hold NaN. Then the panel and scratch.mask.queries have 0.
   void pack_queries(const Sequence& s, int64_t head, int64_t query, const Scratch& scratch) const {
     const int count = (int)min(kBlockM, s.seqlen_q - query), padded = (int)round_up(count, kLanes);
+    uint8_t* present = scratch.mask.queries;
     for (int i = 0; i < padded; ++i) {
       scratch.row_max[i] = scratch.inv_sum[i] = scratch.delta[i] = 0;
-      Unit *query_to = scratch.query_rows + i * units, *grad_to = scratch.grad_rows + i * value_units;
       const int64_t row = stats_offset(a, s, head, query + i);
-      const bool present = i < count && a.row_sum[row] != 0;
-      scratch.mask.queries[i] = present;
-      if (!present) {
-        clear_row(query_to, units);
-        clear_row(grad_to, value_units);
-        continue;
-      }
-      pack_row(query_row<T>(a.query, s, head, query + i), a.head_dim, query_to, units);
-      pack_row(query_row<T>(a.grad_out, s, head, query + i), a.value_head_dim, grad_to, value_units);
+      present[i] = i < count && a.row_sum[row] != 0;
+      if (!present[i]) continue;
       scratch.row_max[i] = a.row_max[row];
       scratch.inv_sum[i] = 1 / a.row_sum[row];
-      scratch.delta[i] = delta_of<T>(a, s, head, query + i);
+      scratch.delta[i] = delta_of(a, s, head, query + i);
     }
+    pack(a, query_rows(a, a.query, s, head, query), padded, a.head_dim, scratch.query_rows, units, present);
+    pack(a, query_rows(a, a.grad_out, s, head, query), padded, a.value_head_dim, scratch.grad_rows, value_units,
+         present);
     transpose(scratch.query_rows, units, padded, units, scratch.query, kBlockM);
     transpose(scratch.grad_rows, value_units, padded, value_units, scratch.grad, kBlockM);
   }
@@ -89,11 +83,10 @@ struct TileGradients {
         mask.visible_keys(a, s, kv_head * group, (kv_head + 1) * group, key, count, scratch.mask.keys);
     scratch.packed[row / kBlockN] = visible != nullptr;
     if (!key_in_place || visible)
-      pack_rows(key_row<T>(a.key, s, kv_head, key), a.key.row, count, a.head_dim, scratch.key_rows + row * units, units,
-                visible);
+      pack(a, key_rows(a, a.key, s, kv_head, key), count, a.head_dim, scratch.key_rows + row * units, units, visible);
     if (!value_in_place || visible)
-      pack_rows(key_row<T>(a.value, s, kv_head, key), a.value.row, count, a.value_head_dim,
-                scratch.value_rows + row * value_units, value_units, visible);
+      pack(a, key_rows(a, a.value, s, kv_head, key), count, a.value_head_dim, scratch.value_rows + row * value_units,
+           value_units, visible);
     return visible;
   }
 
@@ -101,10 +94,10 @@ struct TileGradients {
   Keys find_keys(const Sequence& s, int64_t kv_head, int64_t key, int64_t row, const Scratch& scratch) const {
     const bool packed = scratch.packed[row / kBlockN];
     const bool key_packed = packed || !key_in_place, value_packed = packed || !value_in_place;
-    return {key_packed ? Matrix(scratch.key_rows + row * units, units)
-                       : Matrix(key_row<T>(a.key, s, kv_head, key), a.key.row),
-            value_packed ? Matrix(scratch.value_rows + row * value_units, value_units)
-                         : Matrix(key_row<T>(a.value, s, kv_head, key), a.value.row)};
+    return {
+        key_packed ? Matrix(scratch.key_rows + row * units, units) : in_place(a, key_rows(a, a.key, s, kv_head, key)),
+        value_packed ? Matrix(scratch.value_rows + row * value_units, value_units)
+                     : in_place(a, key_rows(a, a.value, s, kv_head, key))};
   }
 
   // Compute P and dS of a tile and pass them on, as gradients() says.
