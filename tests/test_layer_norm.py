@@ -214,6 +214,18 @@ def test_constant_rows_become_the_bias(backend, columns, dtype):
     assert torch.equal(dropout_add_layer_norm(torch.zeros_like(input), input, bias=bias), bias.expand_as(input))
 
 
+@pytest.mark.representative
+@pytest.mark.parametrize("columns", [64, 700])
+def test_mean_and_rstd(backend, columns):
+    """The statistics that the op returns are those of float64, rounded. The rounded mean of equal values may differ
+    from them, and must be corrected too."""
+    rows = torch.cat([torch.randn(3, columns), torch.randn(3, columns) + 1000, torch.full((1, columns), 100000.3)])
+    _, mean, rstd = torch.ops.fastattn.layer_norm(rows, None, None, 1e-5, backend.partition(":")[0])
+    exactly = rows.double()
+    wanted = exactly.mean(-1), (exactly.var(-1, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close((mean.double(), rstd.double()), wanted, rtol=2**-23, atol=2**-23)
+
+
 def rows_that_overflow(columns, dtype):
     """Return rows (7, columns): a healthy row, then one row for each way in which statistics overflow float32."""
     rows = torch.randn(7, columns)

@@ -3,6 +3,7 @@
 import ast
 import copy
 import functools
+import inspect
 import io
 import math
 import operator
@@ -1293,3 +1294,17 @@ def test_report():
 def test_takes_a_module(function):
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got Tensor"):
         function(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family for family in vars(torch_modules).values() if isinstance(family, type) and "forward" in vars(family)],
+    ids=lambda family: family.__name__,
+)
+def test_torchs_modules_keep_their_arguments(family):
+    """Names, order and defaults of a forward's arguments are those of torch's."""
+    ours, torchs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(kind.forward).parameters.values()]
+        for kind in (family, getattr(nn, family.__name__))
+    )
+    assert ours == torchs
