@@ -267,6 +267,19 @@ def test_encoded_text_is_mapped(verses, text, tmp_path, monkeypatch, chunk):
     for wanted, found in zip(text.batches(600), mapped.batches(600), strict=True):
         assert torch.equal(wanted, found)
         torch.testing.assert_close(*(dataclasses.asdict(t.batch(found)) for t in (mapped, text)), rtol=0, atol=0)
+    mapped.sources._tokens.zero_()  # in this process alone
+    assert data.ParallelText.mapped(folder).sources._tokens.any()
+
+
+def test_arriving_lines_leave_the_stream_open(tmp_path):
+    """A stream in memory is left open; of a file, the duplicate that was read is closed."""
+    (tmp_path / "text").write_text("uno\ndos\n")
+    with io.BytesIO(b"uno\ndos\n") as memory, open(tmp_path / "text", "rb") as file:
+        for stream in (memory, file):
+            before = os.listdir("/proc/self/fd")
+            assert [*itertools.chain(*data.arriving_lines(stream, "text", 9))] == ["uno", "dos"]
+            assert os.listdir("/proc/self/fd") == before
+            assert not stream.closed
 
 
 def test_mapped_text_is_read_as_it_is_needed(tmp_path):
