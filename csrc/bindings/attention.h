@@ -120,8 +120,9 @@ inline std::tuple<Tensor, Tensor, Tensor> run_fast_attention(const Backend& back
   if (keep) {
     stats = empty(stats_sizes, Dtype::float32, backend.device);
     set_stats(a, stats);
-    residual = a.dtype == Dtype::float32 ? empty({0}, a.dtype, backend.device)
-                                         : empty_strided(out.sizes(), out.strides(), a.dtype, backend.device);
+    residual = a.dtype != Dtype::float32 && backend.reads_residual(a)
+                   ? empty_strided(out.sizes(), out.strides(), a.dtype, backend.device)
+                   : empty({0}, a.dtype, backend.device);
     if (residual.dim() > 1) a.residual = heads_of(residual);
   }
   backend.run(a);

@@ -76,6 +76,9 @@ struct Backend {
     return true;
   }
 
+  // Whether the backward pass reads the residual of a call whose operands have 16 bits.
+  static bool reads_residual(const Attention& a) { return !has_short_rows(a); }
+
   template <class Problem>
   void run(const Problem& problem) const {
     check_instruction_set();

@@ -38,6 +38,9 @@ struct Backend {
   // Hopper serves none of them.
   static bool serves(const Attention& a, bool keep) { return !keep && cuda::is_for_decoding(a) && !a.key_lengths; }
 
+  // Whether the backward pass reads the residual of a call whose operands have 16 bits.
+  static bool reads_residual(const Attention&) { return true; }
+
   // Return a gradient of the output as the kernel reads it: TMA loads rows that begin at multiples of 16 bytes, and no
   // expanded dimension.
   static Tensor loadable(const Tensor& grad_out) {

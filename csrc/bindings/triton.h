@@ -29,6 +29,9 @@ struct Backend {
   // Whether a fast path's call of attention can be served, with what a backward pass reads if `keep`.
   static bool serves(const Attention& a, bool) { return triton::serves(a); }
 
+  // Whether the backward pass reads the residual of a call whose operands have 16 bits.
+  static bool reads_residual(const Attention&) { return true; }
+
   template <class Problem>
   void run(const Problem& problem) const {
     triton::run(problem, place);

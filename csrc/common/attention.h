@@ -30,7 +30,8 @@ struct Attention {
 };
 
 // The gradients, with dO the gradient of the output:
-//   dV_j = sum_i P_ij dO_i,  dP_ij = dO_i . v_j,  delta_i = dO_i . (out_i + residual_i) - grad_lse_i,
+//   dV_j = sum_i P_ij dO_i,  dP_ij = dO_i . v_j,
+//   delta_i = sum_j P_ij dP_ij - grad_lse_i = dO_i . (out_i + residual_i) - grad_lse_i,
 //   dS_ij = P_ij (dP_ij - delta_i),
 //   dQ_i = scale sum_j dS_ij k_j,  dK_j = scale sum_i dS_ij q_i,  grad_mask_ij = dS_ij.
 struct AttentionBackward : Attention {

@@ -166,8 +166,10 @@ struct Backward {
     next.add(a, query_rows(a, a.grad_query, s, head, 0), s.seqlen_q, a.head_dim);
     next.add(a, key_rows(a, a.value, s, kv_head, 0), s.length(), a.value_head_dim);
     next.add(a, key_rows(a, a.key, s, kv_head, 0), s.length(), a.head_dim);
-    next.add(a, query_rows(a, a.out, s, head, 0), s.seqlen_q, a.value_head_dim);
-    next.add(a, query_rows(a, a.residual, s, head, 0), s.seqlen_q, a.value_head_dim);
+    if (!has_short_rows(a)) {
+      next.add(a, query_rows(a, a.out, s, head, 0), s.seqlen_q, a.value_head_dim);
+      next.add(a, query_rows(a, a.residual, s, head, 0), s.seqlen_q, a.value_head_dim);
+    }
     next.add(a, query_rows(a, a.grad_out, s, head, 0), s.seqlen_q, a.value_head_dim);
     next.add(a, query_rows(a, a.query, s, head, 0), s.seqlen_q, a.head_dim);
     return next;

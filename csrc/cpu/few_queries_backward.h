@@ -118,13 +118,20 @@ struct FewQueriesBackward {
     float *probability = scratch.probability + r * kBlockN, *grad_score = scratch.grad_score + r * kBlockN;
     mask_row(a, s, head, query, key, keys, probability);
     const float inv_sum = scratch.inv_sum[r];
-    vf total = {};
+    vf weighted = {}, excess = splat(-1.0f / kLanes), total = {};
     for (int j = 0; j < kBlockN; j += kLanes) {
       const uint32_t valid = inv_sum == 0 ? 0 : first_lanes(min(kLanes, max(keys - j, 0)));
       const vf p = keep_bits(valid, exp2((load(probability + j) - scratch.row_max[r]) * kLog2e) * splat(inv_sum));
-      const vf ds =
-          select(p == vf{}, vf{}, p * (load(grad_score + j) - scratch.delta[r]));  // hidden values may hold NaN
+      const vf dp = select(p == vf{}, vf{}, load(grad_score + j));  // hidden values may hold NaN
       store(probability + j, p);
+      store(grad_score + j, dp);
+      weighted = fma(p, dp, weighted);
+      excess += p;
+    }
+    const float delta =
+        scratch.delta[r] + (has_short_rows(a) ? whole_delta(splat(sum(weighted)), splat(sum(excess)))[0] : 0);
+    for (int j = 0; j < kBlockN; j += kLanes) {
+      const vf p = load(probability + j), ds = select(p == vf{}, vf{}, p * (load(grad_score + j) - delta));
       store(grad_score + j, ds);
       total += ds;
     }

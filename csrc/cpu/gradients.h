@@ -1,5 +1,6 @@
 // Parts of the backward pass's kernels: delta, sums over chunks, and the gradients of queries.
 //
+//   delta = rowsum(dO * (O + residual)) - dLSE, or rowsum(P * dP) - dLSE if a block has all keys (short rows);
 //   for each chunk of keys of a task, in order: add dQ of the chunk to the task's total;
 //   after the task's last chunk: write dQ, or store it as the split's partial dQ;
 //   for each query, if the keys are split: dQ is the sum of its partial dQ, in the order of the splits.
@@ -43,11 +44,21 @@ inline float grad_lse_of(const AttentionBackward& a, const Sequence& s, int64_t 
   return a.grad_lse ? a.grad_lse[stats_offset(a, s, head, query)] : 0.0f;
 }
 
-// Return rowsum(dO * O) - dLSE of a query, where O is the result before it was rounded.
+static_assert(kWholeRow <= kBlockN, "a short row fits into one block of keys");
+
+// Return rowsum(dO * O) - dLSE of a query, where O is the result before it was rounded. Of a short row return only
+// -dLSE, to which the kernel adds rowsum(P * dP).
 inline float delta_of(const AttentionBackward& a, const Sequence& s, int64_t head, int64_t query) {
+  if (has_short_rows(a)) return -grad_lse_of(a, s, head, query);
   return rows_of(a).delta(query_rows(a, a.grad_out, s, head, query).data, query_rows(a, a.out, s, head, query).data,
                           query_rows(a, a.residual, s, head, query).data, a.value_head_dim) -
          grad_lse_of(a, s, head, query);
+}
+
+// Return rowsum(P * dP) / rowsum(P) from the numerator and from rowsum(P) - 1, which is the error of P's normalisation,
+// or -1 for a row that sees nothing. What all dP of a row have in common would multiply that error.
+FASTATTN_INLINE vf whole_delta(vf weighted, vf excess) {
+  return weighted - weighted * (excess / max(excess + splat(1.0f), splat(0.5f)));
 }
 
 constexpr int kMeanKeys = 64;  // the mean of so few keys is near enough to that of all

@@ -1,8 +1,14 @@
 // The kernels of every operation, compiled once per instruction set and chosen at run time.
 #pragma once
+#include "../common/attention.h"
 #include "../common/parallel.h"
 
 namespace fastattn {
+
+// Whether rows of attention are short: a block of the backward pass has all keys. It then computes delta from P and dP
+// and reads neither `out` nor `residual`. WHOLE_ROW in fastattn/backends/cpu is the same number.
+constexpr int kWholeRow = 32;
+static inline bool has_short_rows(const Attention& a) { return a.seqlen_k <= kWholeRow; }
 
 template <class Problem>
 struct Kernel {

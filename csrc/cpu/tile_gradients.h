@@ -2,7 +2,8 @@
 //
 //   S (key, query) = K Q';  dP = V dO';  P = exp(S - row_max) / row_sum;  dS = P (dP - delta).
 //
-// All are (kBlockN, kBlockM), float32. With dropout at rate p, P in dV and dP are multiplied by kept / (1 - p).
+// All are (kBlockN, kBlockM), float32. With dropout at rate p, P in dV and dP are multiplied by kept / (1 - p). If the
+// block has all keys (short rows), P replaces S in a first pass, which adds sum_j P dP to delta.
 #pragma once
 #include "gradients.h"
 #include "prefetch.h"
@@ -113,33 +114,51 @@ struct TileGradients {
     const float scale = full ? a.scale : 1.0f;
     if (a.threshold) {
       draw_dropout(a, s, head, t, scratch.mask.kept);
-      gradients<true>(t, scale, scratch, use);
+      has_short_rows(a) ? gradients<true, true>(t, scale, scratch, use)
+                        : gradients<true, false>(t, scale, scratch, use);
+    } else if (has_short_rows(a)) {
+      gradients<false, true>(t, scale, scratch, use);
     } else {
-      gradients<false>(t, scale, scratch, use);
+      gradients<false, false>(t, scale, scratch, use);
     }
   }
 
   // Call use(key, vector, P, dS, next key's P, next key's dS, has_next, missing) for every two keys and every vector of
   // queries. It returns `missing` less the dS.
-  template <bool dropout, class Use>
+  template <bool dropout, bool is_short, class Use>
   FASTATTN_INLINE void gradients(const Tile& t, float scale, const Scratch& scratch, const Use& use) const {
     for (int v = 0; v < t.vectors; ++v) {
       const vf row_max = load(scratch.row_max + v * kLanes), inv_sum = load(scratch.inv_sum + v * kLanes);
-      const vf delta = load(scratch.delta + v * kLanes);
-      vf missing = load(scratch.missing + v * kLanes);
+      vf delta = load(scratch.delta + v * kLanes), missing = load(scratch.missing + v * kLanes);
       vf p[2], ds[2];
+      const auto kept = [&](int j) { return (uint32_t)(scratch.mask.kept[j] >> (v * kLanes)) & first_lanes(kLanes); };
+      const auto probability = [&](float* at) {
+        return exp2((rounded(load(at) * scale) - row_max) * kLog2e) * inv_sum;
+      };
+      const auto grad_probability = [&](int j) {
+        const vf dp = load(scratch.grad_score + j * kBlockM + v * kLanes);
+        return dropout ? keep_bits(kept(j), dp * dropout_scale(a.threshold)) : dp;
+      };
+      if constexpr (is_short) {
+        vf weighted[2] = {}, excess[2] = {splat(-0.5f), splat(-0.5f)};
+        const auto add = [&](int j, int i) {
+          float* at = scratch.score + j * kBlockM + v * kLanes;
+          const vf whole = probability(at);
+          store(at, whole);
+          excess[i] += whole;
+          weighted[i] = fma(whole, grad_probability(j), weighted[i]);
+        };
+        int j = 0;
+        for (; j + 2 <= t.keys; j += 2)
+          for (int i = 0; i < 2; ++i) add(j + i, i);
+        if (j < t.keys) add(j, 0);
+        delta += whole_delta(weighted[0] + weighted[1], excess[0] + excess[1]);
+      }
       const auto one = [&](int j, int which) {
-        const int at = j * kBlockM + v * kLanes;
-        const vf score = rounded(load(scratch.score + at) * scale);
-        const vf whole = exp2((score - row_max) * kLog2e) * inv_sum;
-        vf dp = load(scratch.grad_score + at);
-        p[which] = whole;
-        if constexpr (dropout) {
-          const uint32_t kept = (uint32_t)(scratch.mask.kept[j] >> (v * kLanes)) & first_lanes(kLanes);
-          p[which] = keep_bits(kept, whole);
-          dp = keep_bits(kept, dp * dropout_scale(a.threshold));
-        }
-        ds[which] = whole * (dp - delta);
+        float* at = scratch.score + j * kBlockM + v * kLanes;
+        const vf whole = is_short ? load(at) : probability(at);
+        p[which] = dropout ? keep_bits(kept(j), whole) : whole;
+        ds[which] = whole * (grad_probability(j) - delta);
       };
       int j = 0;
       for (; j + 2 <= t.keys; j += 2) {

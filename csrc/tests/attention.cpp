@@ -134,25 +134,39 @@ void test_problem(Random& random, Problem& p) {
         }
         for (const double score : s) total += top == -INFINITY ? 0 : exp(score - top);
         want_lse.values[(size_t)p.row(b, h, i)] = total == 0 ? -INFINITY : top + log(total);
+        const auto probability_of = [&](int64_t j) { return total == 0 ? 0 : exp(s[(size_t)j] - top) / total; };
+        const auto factor_of = [&](int64_t j) {
+          const bool kept = philox_keep(make_seed(a.seed), (uint32_t)(b * a.num_heads + h), i, j, a.threshold);
+          return kept ? scale_of_kept : 0;
+        };
+        const auto grad_probability = [&](int64_t j) {
+          Sum dp;
+          for (int64_t d = 0; d < a.value_head_dim; ++d) dp.add(grad_out(b, h, row, d) * value(b, kh, first + j, d));
+          return dp;
+        };
         Sum delta;
-        for (int64_t d = 0; d < a.value_head_dim; ++d) {
+        for (int64_t j = 0; has_short_rows(a) && j < p.keys(b); ++j) {
+          const double weight = probability_of(j) * factor_of(j);
+          if (weight == 0) continue;
+          const Sum dp = grad_probability(j);
+          delta.value += weight * dp.value, delta.size += weight * dp.size;
+        }
+        for (int64_t d = 0; !has_short_rows(a) && d < a.value_head_dim; ++d) {
           delta.add(grad_out(b, h, row, d) * out(b, h, row, d));
           if (keeps_residual) delta.add(grad_out(b, h, row, d) * residual(b, h, row, d));
         }
         if (g.grad_lse) delta.value -= grad_lse.get(p.row(b, h, i));
         for (int64_t j = 0; j < p.keys(b); ++j) {
-          const double probability = total == 0 ? 0 : exp(s[(size_t)j] - top) / total;
+          const double probability = probability_of(j), factor = factor_of(j);
           if (probability == 0) continue;
-          const bool kept = philox_keep(make_seed(a.seed), (uint32_t)(b * a.num_heads + h), i, j, a.threshold);
-          const double factor = kept ? scale_of_kept : 0, terms_of_keys = (double)(group * a.seqlen_q);
-          Sum dp;
+          const double terms_of_keys = (double)(group * a.seqlen_q);
           for (int64_t d = 0; d < a.value_head_dim; ++d) {
             const double x = value(b, kh, first + j, d), dy = grad_out(b, h, row, d);
             want_out.add(out.at(b, h, row, d), probability * factor * x, scale_of_kept * fabs(x));
             want_value.add(grad_value.at(b, kh, first + j, d), probability * factor * dy,
                            scale_of_kept * fabs(dy) * terms_of_keys);
-            dp.add(dy * x);
           }
+          const Sum dp = grad_probability(j);
           const double ds = probability * (dp.value * factor - delta.value);
           const double ds_size = dp.size * scale_of_kept + delta.size + fabs(delta.value);
           for (int64_t d = 0; d < a.head_dim; ++d) {

@@ -119,6 +119,12 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return thread.forced is not None or (order is not None and TABLE[order[-1]].refusal("attention", args) is None)
 
 
+def reads_residual(query: Tensor, keys: int) -> bool:
+    """Return whether attention's backward pass may read the residual of a call with at most so many keys per row."""
+    is_on_cpu = query.device.type == "cpu" and thread.forced in (None, "cpu")  # or on the reference, which reads none
+    return keys > cpu.WHOLE_ROW or not is_on_cpu
+
+
 def _explain(op: str, args: AnyArgs) -> NoReturn:
     refusals = {name: backend.refusal(op, args) for name, backend in TABLE.items()}
     if thread.forced is None:

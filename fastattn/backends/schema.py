@@ -37,7 +37,8 @@ class AttentionArgs(NamedTuple):
     window_right: int
     lower_right: bool
     threshold: int  # 0 to 65536; a weight is kept iff its 16-bit value is at least the threshold
-    keep_residual: bool = False  # False unless the operands have 16 bits; a gradient may be wanted
+    # False unless the operands have 16 bits and a gradient may be wanted whose backward pass reads the residual
+    keep_residual: bool = False
 
 
 class AttentionBackwardArgs(NamedTuple):
@@ -199,8 +200,8 @@ AnyArgs = (
 #   rounding loses the log of the sum. torch's kernels, to which the reference leaves float64, return only lse. Without
 #   such a row stats is then lse and 1, which gives the same P.
 # - residual has out's dtype and layout: the result before it was rounded to 16 bits, minus out; 0 where out is not
-#   finite. The backward pass needs it for the row sums of dO * O. Without keep_residual it is an empty tensor (0,),
-#   which the backward pass reads as 0.
+#   finite. The backward pass needs it for the row sums of dO * O, except for short rows on `cpu`. Without keep_residual
+#   it is an empty tensor (0,), which the backward pass reads as 0.
 # - sum is an empty tensor of shape (0,) without keep_sum: it is not read, and writing it takes a third of the time.
 # - Gradients have their operand's dtype. A gradient that is not needed is an empty tensor of shape (0,).
 _STEMS: dict[str, dict[str, tuple[Any, str]]] = {

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastattn._torch_private import max_length, ragged_dim
-from fastattn.backends import choose
+from fastattn._torch_private import is_observed, max_length, ragged_dim
+from fastattn.backends import choose, reads_residual
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
 from fastattn.backends.schema import (
     TENSORS,
@@ -470,14 +470,18 @@ def dense_args(
         query=q, key=k, value=v, attn_mask=attn_mask, key_lengths=key_lengths,
         seed=check.draw_seed(seed, threshold, q.device), scale=scale, window_left=window_left,
         window_right=window_right, lower_right=lower_right, threshold=threshold,
-        keep_residual=_keep_residual(q, k, v, attn_mask),
+        keep_residual=_keep_residual(columns, q, k, v, attn_mask),
     )  # fmt: skip
 
 
-def _keep_residual(*tensors: Tensor | None) -> bool:
-    """Return whether the backward pass may ask for the residual of a call with these operands, the first a query."""
-    query = tensors[0]
-    return query is not None and query.dtype in check.HALVES and may_want_gradient(*tensors)
+def _keep_residual(keys: int, query: Tensor, *others: Tensor | None) -> bool:
+    """Return whether the backward pass may read the residual of a call with these operands and so many keys per row.
+
+    A traced call keeps it for any number of keys, which may be symbolic.
+    """
+    if query.dtype not in check.HALVES or not may_want_gradient(query, *others):
+        return False
+    return is_observed() or reads_residual(query, keys)
 
 
 def packed_args(
@@ -522,7 +526,7 @@ def packed_args(
         query=q, key=k, value=v, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=used,
         seed=check.draw_seed(seed, threshold, q.device), max_q=max_q, max_k=max_k, scale=scale,
         window_left=window_left, window_right=window_right, threshold=threshold,
-        keep_residual=_keep_residual(q, k, v),
+        keep_residual=_keep_residual(max_k, q, k, v),
     )  # fmt: skip
 
 

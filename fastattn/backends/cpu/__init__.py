@@ -11,6 +11,8 @@ from fastattn.backends.common import common_refusal
 from fastattn.backends.schema import AnyArgs
 
 DEVICE = "cpu"
+# Most keys of attention whose backward pass reads no residual. kWholeRow in csrc/cpu/kernels.h is the same number.
+WHOLE_ROW = 32
 MISSING = native.missing("cpu")
 FUNCTIONS = {} if MISSING else native.functions("cpu")
 
