@@ -66,7 +66,10 @@ presets:  ## the table of presets in docs/training.md
 torch-versions:  ## what depends on torch's version, on the oldest and the newest
 	python tools/torch_versions.py
 
-ci: lint docs dist slow torch-versions report  ## all that comes after the tests
+ci:  ## all that comes after the tests: lint docs dist slow torch-versions report, each with its time
+	@for target in lint docs dist slow torch-versions report; do \
+		start=$$(date +%s); $(MAKE) $$target || exit; echo "$$target: $$(($$(date +%s) - start)) s"; \
+	done
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or floor or memory"
