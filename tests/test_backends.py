@@ -253,6 +253,21 @@ def test_the_fast_path_of_packed_sequences(dtype, used, monkeypatch):
 
 
 @needs_cpu
+def test_offsets_of_queries_and_keys_that_are_one_tensor_are_copied_once():
+    operands = [torch.randn(9, 2, 8, requires_grad=True) for _ in range(3)]
+    offsets = torch.tensor([0, 4, 9])
+
+    def kept(*given):
+        saved = varlen_attn(*operands, *given, 5, 5).grad_fn.saved_tensors
+        return [t.data_ptr() for t in saved if t is not None and t.dtype == torch.int64]
+
+    of_queries, of_keys = kept(offsets, offsets)
+    assert of_queries == of_keys != offsets.data_ptr()
+    of_queries, of_keys = kept(offsets, offsets.clone())
+    assert of_queries != of_keys
+
+
+@needs_cpu
 @pytest.mark.parametrize("name", PLAIN)
 def test_lazy_operands_of_the_fast_path(name):
     """An operand may be lazily negated, or a zero without memory: its memory does not hold its values."""

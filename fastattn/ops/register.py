@@ -449,8 +449,10 @@ def _plain_apply(name: str, labels: Sequence[str], backend: str) -> Callable[...
             given = list(values)
             for place in copied:
                 value = given[place]
-                if value is not None and not value.is_floating_point():
-                    given[place] = expanded_copy(value)
+                if value is None or value.is_floating_point():
+                    continue
+                # The offsets of the keys are often those of the queries, which stand before them.
+                given[place] = given[place - 1] if value is values[place - 1] else expanded_copy(value)
             for value in given[:tensors]:
                 if value is not None and value.is_inference():  # cannot be saved
                     return None
