@@ -127,6 +127,7 @@ struct TileGradients {
   // queries. It returns `missing` less the dS.
   template <bool dropout, bool is_short, class Use>
   FASTATTN_INLINE void gradients(const Tile& t, float scale, const Scratch& scratch, const Use& use) const {
+    const vf kept_scale = splat(dropout_scale(a.threshold));
     for (int v = 0; v < t.vectors; ++v) {
       const vf row_max = load(scratch.row_max + v * kLanes), inv_sum = load(scratch.inv_sum + v * kLanes);
       vf delta = load(scratch.delta + v * kLanes), missing = load(scratch.missing + v * kLanes);
@@ -137,7 +138,7 @@ struct TileGradients {
       };
       const auto grad_probability = [&](int j) {
         const vf dp = load(scratch.grad_score + j * kBlockM + v * kLanes);
-        return dropout ? keep_bits(kept(j), dp * dropout_scale(a.threshold)) : dp;
+        return dropout ? keep_bits(kept(j), dp * kept_scale) : dp;
       };
       if constexpr (is_short) {
         vf weighted[2] = {}, excess[2] = {splat(-0.5f), splat(-0.5f)};
