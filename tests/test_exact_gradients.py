@@ -3,6 +3,7 @@
 Means of keys and values and peaked rows make a kernel's own roundings, of P, O and dS, multiply large numbers that
 cancel in exact arithmetic. Errors are pooled: the root of the summed squares over 20 draws of the operands."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -14,6 +15,8 @@ from oracle import EPSILON, dropout_mask, largest, score_rounding, visible
 from oracle import attention as exact
 from pairs import pairwise
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import scaled_dot_product_attention, varlen_attn
@@ -499,3 +502,16 @@ def test_equal_bits_for_any_number_of_threads(backend, call, dtype):
         runs.append([*results, residual, *torch.autograd.grad(results, leaves, grads)])
     for other in runs[1:]:
         assert all(map(torch.equal, runs[0], other))
+
+
+@pytest.mark.parametrize("keys", [16, 33])
+@pytest.mark.parametrize("side", ["forward", "backward"])
+@pytest.mark.parametrize("around", [lambda: FlopCounterMode(display=False), lambda: fastattn.backend("reference")])
+def test_a_checkpoint_keeps_the_same_tensors_in_both_passes(keys, side, around):
+    """A mode or a backend around one pass alone does not change what is saved."""
+    tensors = [torch.randn(2, 2, keys, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    with around() if side == "forward" else contextlib.nullcontext():
+        out = checkpoint(fastattn.scaled_dot_product_attention, *tensors, use_reentrant=False)
+    with around() if side == "backward" else contextlib.nullcontext():
+        out.float().sum().backward()
+    assert all(tensor.grad is not None for tensor in tensors)

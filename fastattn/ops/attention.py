@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastattn._torch_private import is_observed, max_length, ragged_dim
+from fastattn._torch_private import max_length, ragged_dim
 from fastattn.backends import choose, reads_residual
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
 from fastattn.backends.schema import (
@@ -481,7 +481,7 @@ def _keep_residual(keys: int, query: Tensor, *others: Tensor | None) -> bool:
     """
     if query.dtype not in check.HALVES or not may_want_gradient(query, *others):
         return False
-    return is_observed() or reads_residual(query, keys)
+    return torch.compiler.is_compiling() or isinstance(keys, torch.SymInt) or reads_residual(query, keys)
 
 
 def packed_args(
