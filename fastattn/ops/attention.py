@@ -470,18 +470,20 @@ def dense_args(
         query=q, key=k, value=v, attn_mask=attn_mask, key_lengths=key_lengths,
         seed=check.draw_seed(seed, threshold, q.device), scale=scale, window_left=window_left,
         window_right=window_right, lower_right=lower_right, threshold=threshold,
-        keep_residual=_keep_residual(columns, q, k, v, attn_mask),
+        keep_residual=_keep_residual((columns,), q, k, v, attn_mask),
     )  # fmt: skip
 
 
-def _keep_residual(keys: int, query: Tensor, *others: Tensor | None) -> bool:
-    """Return whether the backward pass may read the residual of a call with these operands and so many keys per row.
+def _keep_residual(keys: tuple[int, ...], query: Tensor, *others: Tensor | None) -> bool:
+    """Return whether the backward pass may read the residual of a call with these operands.
 
-    A traced call keeps it for any number of keys, which may be symbolic.
+    A row has at most the least of ``keys``. A traced call keeps the residual for any number, which may be symbolic.
     """
     if query.dtype not in check.HALVES or not may_want_gradient(query, *others):
         return False
-    return torch.compiler.is_compiling() or isinstance(keys, torch.SymInt) or reads_residual(query, keys)
+    if torch.compiler.is_compiling() or any(isinstance(count, torch.SymInt) for count in keys):
+        return True
+    return reads_residual(query, min(keys))
 
 
 def packed_args(
@@ -526,7 +528,7 @@ def packed_args(
         query=q, key=k, value=v, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=used,
         seed=check.draw_seed(seed, threshold, q.device), max_q=max_q, max_k=max_k, scale=scale,
         window_left=window_left, window_right=window_right, threshold=threshold,
-        keep_residual=_keep_residual(max_k, q, k, v),
+        keep_residual=_keep_residual((max_k, k.size(0)), q, k, v),
     )  # fmt: skip
 
 
