@@ -521,6 +521,22 @@ def test_pairs(pair, dropout_p, is_causal):
 
 
 @pytest.mark.parametrize("pair", [flash, efficient])
+@pytest.mark.parametrize("queries", [4, 24])
+def test_pairs_of_short_rows_are_as_exact_as_math(pair, queries):
+    """A row of at most 32 keys needs no residual, which the pairs cannot pass on: with values of mean 20 delta is exact
+    all the same. The factor is that of test_exact_gradients.py."""
+    query, key, value = (torch.randn(20, 2, n, 32) for n in (queries, 24, 24))
+    tensors = [t.bfloat16() for t in (query, key, value + 20)]
+    grad_out = torch.randn(query.shape).bfloat16()
+    _, (_, *found) = pair(*tensors, 0.0, False, grad_out)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    with sdpa_kernel(SDPBackend.MATH):
+        maths = torch.autograd.grad(sdpa(*leaves), leaves, grad_out)
+    for ours, theirs, wanted in zip(found, maths, exact(tensors, grad_out)[1:], strict=True):
+        assert (ours.float() - wanted).norm() <= 1.75 * (theirs.float() - wanted).norm()
+
+
+@pytest.mark.parametrize("pair", [flash, efficient])
 def test_pairs_of_few_queries_on_cuda_and_triton(pair, monkeypatch):
     """Gradients are right where, as on a GPU, `cuda` serves the forward pass and has no backward pass."""
     require("cuda")
