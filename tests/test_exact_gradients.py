@@ -424,7 +424,7 @@ def test_an_infinite_key_reaches_only_queries_that_see_it(backend, dtype):
 def test_residual_is_kept_for_more_than_32_keys(way, keys):
     """The fast path and the record of a call decide alike. A gradient of LSE has no fast path."""
     query, key, value = (torch.randn(n, 2, 8, dtype=torch.bfloat16) for n in (5, keys, keys))
-    ends = [torch.tensor([0, n], dtype=torch.int32) for n in (5, keys)]
+    ends = [torch.tensor([0, n]) for n in (5, keys)]
 
     def call(*leaves):
         if "packed" in way:
@@ -512,7 +512,7 @@ def test_a_checkpoint_keeps_the_same_tensors_in_both_passes(keys, side, call, ar
     """A mode or a backend around one pass alone does not change what is saved, on the fast path and beside it. A packed
     call's maximum may exceed all keys."""
     query, key, value = (torch.randn(keys, 2, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    ends = torch.tensor([0, keys], dtype=torch.int32)
+    ends = torch.tensor([0, keys])  # int64, which the fast path takes
 
     def attend(*tensors):
         if call == "packed":
