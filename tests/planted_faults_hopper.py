@@ -1,6 +1,6 @@
-"""Run a test kernel of an emulated library that may have a planted fault, in 20 schedules, and say what each found.
+"""Run a test kernel of an emulated library that may have a planted fault in several schedules, and say what each found.
 
-Arguments: LIBRARY KERNEL. This is a program of its own, because a fault may end the process.
+Arguments: LIBRARY KERNEL SCHEDULES. This is a program of its own, because a fault may end the process.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ PROBLEMS = {
 
 
 def main():
-    library, kernel = ctypes.CDLL(sys.argv[1]), sys.argv[2]
+    library, kernel, schedules = ctypes.CDLL(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     library.seed_order.argtypes = [ctypes.c_uint64]
     torch.set_num_threads(1)
-    for seed in range(20):
+    for seed in range(schedules):
         library.seed_order(seed)
         try:
             PROBLEMS[kernel](library)
