@@ -98,11 +98,14 @@ def wide(n):
 
 @triton.jit
 def rematerialise(x, n):
-    """Return x behind an optimisation barrier: ``n >> 30`` is 0, which the compiler cannot prove.
+    """Return x behind an optimisation barrier: ``n >> 30`` is 0 for a count n, which the compiler cannot prove.
+
+    In a loop n contains the loop's counter, or the compiler would hoist the barrier.
 
     Workaround (ptxas, under Triton 3.6 to 3.9): it keeps values derived from x in registers across the loops. They are
-    mostly the rows i and j, and in masked kernels some sixty products of b and h with strides. Without the barrier
-    those kernels spill. With it the values are recomputed.
+    mostly the rows i and j, and in masked kernels some sixty products of b and h with strides. With the barrier they
+    are recomputed. Without it masked kernels spill: on sm_90 in bfloat16, head size 64, 34 of the 516 instructions of
+    the main loop for the query's gradient access the stack.
     """
     return x + (n >> 30)
 
