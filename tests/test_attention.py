@@ -145,6 +145,13 @@ def test_lengths_around_tiles(backend, dtype, length):
     check(*operands((1, 1, 1, 5, length, 64, 64), dtype), lse=False)
 
 
+@pytest.mark.representative
+def test_lengths_beside_a_mask_of_all_sequences(backend):
+    """The first sequence ends tiles before the second one."""
+    mask = torch.rand(200) < 0.7
+    check(*operands((2, 1, 1, 20, 200, 16, 16), torch.float32), mask, key_lengths=torch.tensor([3, 200]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["one row", "rows", *slow("float")])
 def test_masks_that_end_within_tiles(backend, dtype, kind):

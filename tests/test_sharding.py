@@ -78,7 +78,7 @@ def sharded_calls(mesh):
 
 def dropped(mesh):
     """Check that a shard's mask is that of the seed with its key raised by the shard's number, and that replicas have
-    one mask."""
+    one mask. Without a seed the processes' generators draw one seed."""
     rank = mesh.get_rank()
     ones = torch.ones(4, 2, 16, 32)
     for place in (Shard(0), Shard(1), Replicate()):
@@ -89,6 +89,8 @@ def dropped(mesh):
         torch.manual_seed(0)
         first, second = (fastattn.dropout(distribute_tensor(ones, mesh, [place]), 0.5) for _ in range(2))
         assert not torch.equal(first.full_tensor(), second.full_tensor())
+        shards = first.full_tensor().chunk(mesh.size(), 0 if place == Shard(0) else 1)
+        assert place == Replicate() or mesh.size() == 1 or not torch.equal(*shards)
     q = distribute_tensor(torch.randn(4, 2, 5, 8), mesh, [Shard(0)])
     weights = fastattn.attention_weights(q, q, dropout_p=0.5, seed=SEED)
     torch.testing.assert_close(
