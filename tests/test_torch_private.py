@@ -1,5 +1,5 @@
-"""Tests of the private parts of torch that tell where a call runs. A failure here means that torch has changed. The
-results of what fastattn does with the other parts are tested where they are used."""
+"""Tests of the private parts of torch that tell where a call runs or change what an op does. A failure here means that
+torch has changed. The results of what fastattn does with the other parts are tested where they are used."""
 
 import contextlib
 from types import SimpleNamespace
@@ -84,3 +84,16 @@ def test_an_attention_implementation_is_forgotten():
     assert torch.nn.attention.current_flash_attention_impl() == "ours"
     _torch_private.forget_attention_impl("ours")
     assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_implementations_come_and_go():
+    """With the set of dispatch keys as an argument and without it."""
+    ours = _torch_private.Implementations(
+        {("relu", "AutogradCPU"): lambda x: x * 2}, {("sigmoid", "CPU"): lambda keys, x: x * 3}
+    )
+    with torch.no_grad():
+        assert torch.equal(torch.relu(-X), X * -2)
+        assert torch.equal(torch.sigmoid(X), X * 3)
+        ours.remove()
+        assert torch.equal(torch.relu(-X), X * 0)
+        assert torch.equal(torch.sigmoid(X * 0), X / 2)
