@@ -307,6 +307,18 @@ def test_rows_are_kept(tmp_path):
     assert len(report.newest([*first, another])) == 3
 
 
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [
+        ("AMD EPYC (family 25, model 17)", "AMD Zen 4"),
+        ("AMD EPYC 9B45 Processor (family 25, model 99)", "AMD EPYC 9B45"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"),
+    ],
+)
+def test_processors_have_the_names_of_their_generations(machine, name):
+    assert report.processor(machine) == name
+
+
 @pytest.mark.parametrize("text", ["", "{", "date,case\n", ",".join(report.COLUMNS) + "\n" + "x," * 15 + "x\n"])
 def test_a_file_that_is_no_results_file_is_named(tmp_path, text):
     path = tmp_path / "results.csv"
