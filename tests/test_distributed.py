@@ -17,14 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import refused
+from launched import Launch
 from test_cli import assert_same_run, failure, finish, step_of, train_arguments, until
 from test_training import small_model, text, verses  # noqa: F401 (fixtures)
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fastattn
 import fastattn_command as cli
 from fastattn.translation import checkpoint
-from fastattn.translation.data import read_lines
+from fastattn.translation.data import ParallelText, Sentences, read_lines
 from fastattn.translation.distributed import LAUNCH, REFUSED, START, World, _agreed_start, joined
 from fastattn.translation.evaluate import scores
 from fastattn.translation.search import Search, translate
@@ -58,16 +60,12 @@ def changed(config, tmp_path):
 @pytest.fixture
 def trained(pairs):
     """Return a function that trains on the pairs in several processes and returns what they say."""
-    return lambda processes, out, *options: finish(torchrun(processes, train_arguments(pairs, out, *options)))
+    return lambda processes, out, *options: finish(launch(processes, train_arguments(pairs, out, *options)))
 
 
-def torchrun(processes, arguments, restarts=0, program=("-m", "fastattn")):
-    """Start `fastattn`, or another program, in `processes` processes on this machine, with one thread each."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    command = [sys.executable, "-m", *launcher, *map(str, (*program, *arguments))]
-    root = Path(fastattn.__file__).parent.parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=root, env=environment, text=True)
+def launch(processes, arguments, restarts=0):
+    """Start `fastattn` in `processes` processes, as `torchrun` would."""
+    return Launch(processes, restarts, cli.main, list(map(str, arguments)))
 
 
 # --- one process ---
@@ -319,7 +317,7 @@ def test_what_cannot_be_done_is_refused_once(pairs, config, changed, tmp_path):
         (1, run, config, "exists already"),
         (2, tmp_path / "new", changed(micro_batches=3), "3 micro-batches cannot be divided among 2 processes"),
     ):
-        process = torchrun(processes, train_arguments(pairs, out, "--max-steps", 9, "--config", of), restarts=1)
+        process = launch(processes, train_arguments(pairs, out, "--max-steps", 9, "--config", of), restarts=1)
         assert finish(process, status=1).count(message) == 1
     assert checkpoint.newest(run) == newest
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
@@ -364,36 +362,27 @@ def test_processes_agree_on_their_start():
     assert len(set.union(*starts)) == 4
 
 
+def sharded_state():
+    """Train a sharded model for one update and check the state of its optimiser in this process."""
+    sentences = Sentences.of([[5, 6, 7]] * 20)
+    with joined() as world:
+        config = TrainingConfig(micro_batches=2, precision="fp32")
+        trainer = Trainer(small_model(), ParallelText(sentences, sentences), config, world, shard=True)
+        trainer.update()
+        shapes = [parameter.shape for parameter in trainer.model.parameters()]
+        moments = trainer.state()["optimizer"]["state"]
+        for number, shape in enumerate(shapes):
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert moments[number][name].shape == (shape if world.main else (0,))
+                assert not isinstance(moments[number][name], DTensor)
+                assert moments[number][name].untyped_storage().nbytes() == (4 * shape.numel() if world.main else 0)
+
+
 @pytest.mark.slow
-def test_the_state_of_a_sharded_model_is_gathered_by_the_first_process(tmp_path):
+def test_the_state_of_a_sharded_model_is_gathered_by_the_first_process():
     """The first process gets the state of all parameters. The other one keeps nothing of a tensor when the next is
     gathered."""
-    program = tmp_path / "program.py"
-    program.write_text(f"""
-import sys
-sys.path[:0] = {sys.path!r}
-import torch
-from torch.distributed.tensor import DTensor
-from test_training import small_model
-from fastattn.translation.config import TrainingConfig
-from fastattn.translation.data import ParallelText, Sentences
-from fastattn.translation.distributed import joined
-from fastattn.translation.train import Trainer
-
-sentences = Sentences.of([[5, 6, 7]] * 20)
-with joined() as world:
-    text, config = ParallelText(sentences, sentences), TrainingConfig(micro_batches=2, precision="fp32")
-    trainer = Trainer(small_model(), text, config, world, shard=True)
-    trainer.update()
-    shapes = [parameter.shape for parameter in trainer.model.parameters()]
-    moments = trainer.state()["optimizer"]["state"]
-    for number, shape in enumerate(shapes):
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert moments[number][name].shape == (shape if world.main else (0,))
-            assert not isinstance(moments[number][name], DTensor)
-            assert moments[number][name].untyped_storage().nbytes() == (4 * shape.numel() if world.main else 0)
-""")
-    finish(torchrun(2, [], program=[program]))
+    finish(Launch(2, 0, sharded_state))
 
 
 @pytest.mark.slow
@@ -414,7 +403,12 @@ def test_fewer_validation_sentences_than_processes(pairs, trained, config, tmp_p
 
 @pytest.mark.slow
 def test_interrupted_processes_save_together(pairs, config, tmp_path):
-    process = torchrun(2, train_arguments(pairs, tmp_path / "run", "--save-every", "100000", "--config", config))
+    """`torchrun` itself passes SIGINT on to processes of the command."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fastattn"]
+    arguments = train_arguments(pairs, tmp_path / "run", "--save-every", "100000", "--config", str(config))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(fastattn.__file__).parent.parent
+    process = subprocess.Popen([*launcher, *arguments], stderr=subprocess.PIPE, cwd=root, env=environment, text=True)
     until(process, "update 20: ")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
@@ -425,13 +419,13 @@ def test_interrupted_processes_save_together(pairs, config, tmp_path):
 
 @pytest.mark.slow
 def test_killed_workers_are_started_again(pairs, trained, config, tmp_path):
-    """`torchrun` restarts workers that SIGKILL has ended, and they continue from the newest checkpoint.
+    """torchrun's agent restarts workers that SIGKILL has ended, and they continue from the newest checkpoint.
 
     One of two workers is killed four times, at any moment: before the first checkpoint, between two or while one is
     written. The final bits are those of an undisturbed run."""
     whole, broken, moments = tmp_path / "whole", tmp_path / "broken", random.Random(3)
     options = ["--save-every", "2", "--max-steps", "100000"]
-    process = torchrun(2, train_arguments(pairs, broken, *options, "--config", config), restarts=4)
+    process = launch(2, train_arguments(pairs, broken, *options, "--config", config), restarts=4)
     steps = []
     for kill in range(5):  # it does not recover from the last one
         if kill > 0:
@@ -451,11 +445,8 @@ def test_killed_workers_are_started_again(pairs, trained, config, tmp_path):
     assert_same_run(whole, broken)
 
 
-def workers(launcher):
-    """Return the ids of the two processes that `torchrun` runs, as soon as they are there."""
-    while True:
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        found = [int(child) for child in children if b"\0-m\0fastattn\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
-        if len(found) == 2:
-            return found
+def workers(agent):
+    """Return the ids of the agent's two workers, as soon as they are there."""
+    while len(found := Path(f"/proc/{agent}/task/{agent}/children").read_text().split()) != 2:
         time.sleep(0.05)
+    return list(map(int, found))
