@@ -48,6 +48,12 @@ def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def this_torch(*values):
+    """Return the values as parameters of slow tests that `make torch-versions` leaves out. What depends on torch's
+    version shows with the other values too."""
+    return [pytest.param(value, marks=[pytest.mark.slow, pytest.mark.this_torch]) for value in values]
+
+
 def machine_isas():
     """Return this machine's instruction sets, best first, without AMX where Linux refuses its registers."""
     library = native.library("cpu")
@@ -61,7 +67,7 @@ def machine_isas():
 ISAS = machine_isas()[1:]
 BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa in ISAS)))
 # Backends for tests with very many parameters. There the reference, which is torch's own operations, is a slow test.
-KERNELS = ("cpu", *slow("reference"), *BACKENDS[2:])
+KERNELS = ("cpu", *this_torch("reference"), *BACKENDS[2:])
 CUDA_TESTS = (
     *("test_dropout", "test_hopper_attention", "test_hopper_backward", "test_large", "test_layer_norm"),
     "test_softmax_dropout",

@@ -737,11 +737,11 @@ def test_the_command_bounds_spinning_unless_the_user_has(given, python, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_trained_and_translated_by_the_command(pairs, day, tmp_path):
+def test_trained_and_translated_by_the_command(pairs, day, tmp_path, capsys):
     """Training and translation run in the precision that is fastest on this machine."""
     options = ["--vocab-size", "200", "--batch-tokens", "300", "--max-steps", "3"]
-    said = finish(start(["train", "--train", *pairs, "--valid", *pairs, "--out", tmp_path / "run", *options]))
-    assert "update 3: loss " in said
+    run_command("train", "--train", *pairs, "--valid", *pairs, "--out", tmp_path / "run", *options)
+    assert "update 3: loss " in capsys.readouterr().err
     finish(start(["translate", tmp_path / "run", "--input", day, "--output", tmp_path / "translation"]))
     assert len(read_lines(tmp_path / "translation")) == 1
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import BACKENDS, interpreted, slow
+from conftest import BACKENDS, interpreted, slow, this_torch
 from observers import Recorder
 from oracle import gradients
 from pairs import pairwise
@@ -83,11 +83,11 @@ def patched(module):
 
 # Backends of the tests of compilation. They include only the best cpu kernels: the compiled graph does not depend on
 # the instruction set.
-COMPILED = pytest.mark.parametrize("backend", [*slow("reference"), *BACKENDS[1:4]], indirect=True)
+COMPILED = pytest.mark.parametrize("backend", [*this_torch("reference"), *BACKENDS[1:4]], indirect=True)
 
 
 @COMPILED
-@pytest.mark.parametrize("name", [*slow("attention"), *(name for name in CALLS if name != "attention")])
+@pytest.mark.parametrize("name", [*this_torch("attention"), *(name for name in CALLS if name != "attention")])
 def test_opcheck(backend, name):
     """Every op passes opcheck on the arguments that the public functions pass: schema, autograd registration, fakes,
     AOT path."""
@@ -118,9 +118,9 @@ USUAL = ("attention, masks and dropout", "dropout")
 
 
 @pairwise(
-    backend=[*BACKENDS[1:3], *slow("reference")],
+    backend=[*BACKENDS[1:3], *this_torch("reference")],
     name=[*USUAL, *slow(*(name for name in CALLS if name not in USUAL))],
-    dynamic=[True, *slow(False)],
+    dynamic=[True, *this_torch(False)],
 )
 def test_compiles_whole(backend, name, dynamic):
     """Every function compiles with fullgraph and gives the eager results and gradients at two sizes."""

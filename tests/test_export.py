@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 import torch
-from conftest import require_package
+from conftest import require_package, slow
 from torch import nn
 
 import fastattn
@@ -111,9 +111,8 @@ CASES = {
     "Transformer": (Encode(SIZES).eval(), (torch.randint(4, 40, (3, 5)), torch.tensor([5, 1, 3]))),
 }  # fmt: skip
 USUAL = ("attention, every mask", "Transformer")  # each takes seconds
-EVERY = pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+UNUSUAL = [name for name in CASES if name not in USUAL]
+EVERY = pytest.mark.parametrize("name", [*USUAL, *slow(*UNUSUAL)])
 
 
 def ops(program):
@@ -174,7 +173,11 @@ def test_decomposed_with_free_sizes():
 
 @pytest.mark.parametrize(
     ("name", "from_export"),
-    [(USUAL[0], False), *(pytest.param(name, name == USUAL[0], marks=pytest.mark.slow) for name in CASES)],
+    [
+        (USUAL[0], False),
+        *(pytest.param(name, name == USUAL[0], marks=pytest.mark.slow) for name in USUAL),
+        *(pytest.param(name, False, marks=[pytest.mark.slow, pytest.mark.this_torch]) for name in UNUSUAL),
+    ],
 )
 @torch.no_grad()
 def test_onnx(name, from_export):

@@ -411,8 +411,9 @@ def test_built_without_memory(model):
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("hook", [False, True], ids=["no hook", "hook"])
+@pytest.mark.parametrize(
+    ("hook", "norm_first"), [(True, False), pytest.param(False, True, marks=pytest.mark.this_torch)]
+)
 def test_compiles_as_one_graph(norm_first, hook):
     """Training with dropout compiles, at two sizes, to the eager numbers and gradients. With a hook the last product is
     called."""

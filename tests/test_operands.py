@@ -210,9 +210,20 @@ def test_gradients_per_sample(kind):
     torch.testing.assert_close(found, wanted)
 
 
+COMPILED = [case for case in CHANGED if not case.startswith("jagged")]
+OF_INDUCTOR = ("attention, mask", "packed, used", "module with weights, float padding")  # the same for every torch
+ALONE = [case for case in COMPILED if case not in OF_INDUCTOR]
+
+
 @pytest.mark.torch_version
-@pytest.mark.parametrize("compiler", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager_decomp_partition"])
-@pytest.mark.parametrize("case", [case for case in CHANGED if not case.startswith("jagged")])
+@pytest.mark.parametrize(
+    ("compiler", "case"),
+    [
+        *(("aot_eager_decomp_partition", case) for case in COMPILED),
+        *(pytest.param("inductor", case, marks=pytest.mark.slow) for case in OF_INDUCTOR),
+        *(pytest.param("inductor", case, marks=[pytest.mark.slow, pytest.mark.this_torch]) for case in ALONE),
+    ],
+)
 def test_arguments_may_change_before_a_compiled_backward_pass(case, compiler):
     """The gradient is that of the argument at the call. A compiler may remove a copy, or make it again in the backward
     pass; both would read the changed argument. A view of it shares its memory."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import require_package, slow
+from conftest import require_package, slow, this_torch
 from oracle import dropout_factor
 from public_models import KNOWN, annotated, jadore, notebook
 from torch import nn
@@ -489,7 +489,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(COMPILED)[:2], *slow(*list(COMPILED)[2:])])
+@pytest.mark.parametrize("name", [*list(COMPILED)[:2], *slow("jadore"), *this_torch("notebook", "annotated")])
 def test_compiles_whole(name):
     model, args = COMPILED[name]()
     fastattn.patch(model.eval())
@@ -498,8 +498,7 @@ def test_compiles_whole(name):
     torch.testing.assert_close(programs._tensors(compiled(*args)), programs._tensors(model(*args)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["jadore", "notebook", "annotated"])
+@pytest.mark.parametrize("name", [*slow("notebook"), *this_torch("jadore", "annotated")])
 @torch.no_grad()
 def test_onnx_of_patched_programs(name):
     require_package("onnxscript")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
+from launched import Launch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.device_mesh import init_device_mesh
@@ -108,21 +108,22 @@ def modules(mesh):
     torch.testing.assert_close(norm.weight.grad.full_tensor(), torchs.weight.grad)
 
 
-def process(rank, processes, path):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=processes)
+def process():
+    distributed.init_process_group("gloo")
     try:
         for part in (sharded_calls, dropped, modules):
             torch.manual_seed(0)
-            part(mesh_of(processes))
+            part(mesh_of(distributed.get_world_size()))
     finally:
         distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_two_processes(tmp_path):
-    multiprocessing.spawn(process, (2, str(tmp_path / "store")), nprocs=2)
+def test_two_processes():
+    launch = Launch(2, 0, process)
+    _, err = launch.communicate(timeout=600)
+    assert launch.returncode == 0, err
 
 
 @pytest.fixture

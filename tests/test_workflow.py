@@ -23,7 +23,7 @@ def test_the_release_is_built_tested_and_published_from_its_tag():
     assert "needs: test\n    if: github.ref_type == 'tag'" in publish
     assert "make wheels" in before
     assert {*re.findall(r'torch: "(.*?)"', before)} >= set(torch_versions.VERSIONS)
-    assert f'-m torch_version\n          -k "{torch_versions.TESTS}"' in before
+    assert f'-m "{torch_versions.MARKS}"\n          -k "{torch_versions.TESTS}"' in before
     assert {*re.findall(r'python: "(.*?)"', before)} == {"3.10", "3.11", "3.12", "3.13"}
     assert "cuda-nvcc-12-" in before, "a library of CUDA 13 needs a driver of CUDA 13"
 

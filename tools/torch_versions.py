@@ -2,10 +2,10 @@
 ``python tools/torch_versions.py [--wheel FILE] [VERSION OF TORCH ...]``.
 
 The checkout's sdist, and from it the wheel, is built once, against the torch of this Python, unless a wheel is given.
-The wheel is installed into an environment of each version, where the tests marked `torch_version` run on it. The
-environments take some GB each and are kept in ``$FASTATTN_CACHE``, by default ``~/.cache/fastattn``. The exit status is
-1 if a test fails or a version cannot be installed. If there is no such Python, this one is used, unless
-``FASTATTN_REQUIRE`` has "pythons".
+The wheel is installed into an environment of each version, where the tests marked `torch_version` run on it, except
+parameters marked `this_torch`. The environments take some GB each and are kept in ``$FASTATTN_CACHE``, by default
+``~/.cache/fastattn``. The exit status is 1 if a test fails or a version cannot be installed. If there is no such
+Python, this one is used, unless ``FASTATTN_REQUIRE`` has "pythons".
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = {"2.10.0": "3.10", "2.14.1": "3.13"}  # Python by torch
+MARKS = "torch_version and not this_torch"
 # Names of tests: of the backends reference and cpu, on the best instruction set, and of Triton's compiler.
 TESTS = "not (triton or cuda or cpu:) or bindings or ahead_of_time"
 SPACE = 12 << 30  # bytes for an environment with a CUDA build of torch, and for pip's copy of its downloads
@@ -77,8 +78,9 @@ def test(folder: Path, version: str, wheel: Path) -> None:
     run(*pip(folder), f"torch=={version}", f"{wheel}[test]")
     run(*pip(folder), "--no-deps", "--force-reinstall", wheel)
     (folder / "complete").touch()
-    pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests"
-    tests = "-m", "torch_version", "-k", TESTS
+    files = sorted(file for file in (ROOT / "tests").glob("test_*.py") if "torch_version" in file.read_text())
+    pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files
+    tests = "-m", MARKS, "-k", TESTS
     # In that folder `import fastattn` finds the wheel's package. Two tests run at a time, with one thread each.
     settings = {"FASTATTN_REQUIRE": "cpu,triton", "OMP_NUM_THREADS": "1"}
     run(*pytest, *tests, "-n", "2", "--dist", "worksteal", cwd=folder, **settings)
