@@ -3,6 +3,7 @@
 The reference and the design list everything that exists."""
 
 import doctest
+import gzip
 import importlib
 import inspect
 import itertools
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import launched
 import pytest
 import test_importing
 import torch
@@ -216,7 +218,8 @@ def given_files(folder):
     verses.mkdir(parents=True)
     for path in (ROOT / "fastattn/verses").iterdir():
         if path.suffix == ".gz":
-            (verses / path.name).symlink_to(path)
+            with gzip.open(path) as whole, gzip.open(verses / path.name, "wb") as part:
+                part.writelines(itertools.islice(whole, 400))
         else:
             (verses / path.name).write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
     for name, source in itertools.product(("train", "dev"), (("en", "en"), ("de", "es"))):
@@ -243,13 +246,13 @@ def test_commands_of_a_page_run(page, tmp_path):
     given_files(tmp_path)
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, module in (("fastattn", "fastattn"), ("torchrun", "torch.distributed.run")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
-        (programs / name).chmod(0o755)
+    (programs / "torchrun").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n')
+    (programs / "torchrun").chmod(0o755)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{programs}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    with launched.command(programs / "fastattn"):
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
     assert done.returncode == 0, done.stderr
     assert ("Y dijo Dios: Sea la luz, y fué la luz.\n" in done.stdout) == ("Let there be light" in script)
     assert [name for name in MADE[page] if not (tmp_path / name).exists()] == []
