@@ -767,7 +767,7 @@ def test_interrupted_and_resumed_is_as_never_interrupted(pairs, tmp_path):
     said, step = finish(process, 130).splitlines()[-1], step_of(broken)
     assert said == f"fastattn train: interrupted after update {step}, which is saved: --resume goes on from there"
     for arguments in ((broken, "--resume"), (whole,)):
-        finish(start(train_arguments(pairs, *arguments, "--max-steps", str(step + 2))))
+        run_command(*train_arguments(pairs, *arguments, "--max-steps", str(step + 2)))
     first, second = (checkpoint.newest(run) / "model.safetensors" for run in (whole, broken))
     assert first.parent.name == second.parent.name
     assert first.read_bytes() == second.read_bytes()

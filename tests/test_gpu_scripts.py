@@ -18,7 +18,7 @@ import torch
 from conftest import DEVICE, require
 
 import fastattn
-from fastattn.bench import peers, report, timer
+from fastattn.bench import peers, report, timer, training
 
 TIMEOUT = shutil.which("timeout")
 ROOT = Path(__file__).parent.parent
@@ -56,6 +56,8 @@ def gpu(monkeypatch):
 def test_every_benchmark_runs(gpu, monkeypatch, tmp_path):
     """A row per peer, those from Python behind the others."""
     cases = list(dict.fromkeys(map(small, gpu.cases())))
+    sizes = {"vocab_size": 50, "d_model": 32, "d_ff": 64, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+    monkeypatch.setattr(training, "BASE", sizes)
     monkeypatch.setattr(gpu, "cases", lambda: cases)
     monkeypatch.setattr(gpu, "small_cases", lambda: [cases[-1]])
     path = tmp_path / "results.csv"
@@ -130,21 +132,22 @@ def test_tuner(monkeypatch, tmp_path):
             raise RuntimeError("out of resource")
         return dict.fromkeys((f"{kernel}_kernel" for kernel in tune.KERNELS), 1.0 / len(tried))
 
-    small = {"DEVICE": "cpu", "LONG": (1, 1, 20), "SHORT": (1, 1, 9), "PACKED": (2, 1, 6), "ELEMENTS": 2**13}
-    for name, value in (small | {"BLOCK_ELEMENTS": (1024,), "WARP_ELEMENTS": (512,), "TILES": tune.TILES[:1]}).items():
+    small = {"DEVICE": "cpu", "LONG": (1, 1, 20), "SHORT": (1, 1, 9), "PACKED": (2, 1, 6), "ELEMENTS": 2**11}
+    few = {"HEAD_DIMS": (64,), "COLUMNS": (512, 1024), "BLOCK_ELEMENTS": (1024,), "WARP_ELEMENTS": (512,)}
+    for name, value in (small | few | {"TILES": tune.TILES[:1]}).items():
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(tune, "kernel_seconds", time_once)
     monkeypatch.setattr(tiles, "capability", lambda device: (12, 0))
     monkeypatch.setattr(tiles, "choose", record)
     failures = tune.run(tmp_path / "results.csv", {}, seconds=1000)
     found = report.read(tmp_path / "results.csv")
-    assert 0 < len(found) <= 2 * (3 * 4 * 2 * 2 + 5 * 3)  # the present choices alone first, then all
+    assert 0 < len(found) <= 2 * (3 * 5 * 2 + 5 * 2)  # the present choices alone first, then all
     assert all(0 < row.ratio <= 1 and row.note.count("; ") == 1 for row in found)
     assert 0 < len(failures) < len(raised)  # the present choices among them
     assert all("out of resource" in failure for failure in failures)
     assert tune.TILES[0] in chosen
     assert tables() == before
-    assert len(list(tune.calls())) >= 3 * 4 * 2 * 2 + 5 * 3
+    assert len(list(tune.calls())) >= 3 * 5 * 2 + 5 * 2
 
 
 @pytest.mark.parametrize("fault", ["", "seed", "output", "unwritten"])

@@ -33,7 +33,9 @@ KERNELS = "forward", "grad_query", "grad_key_value"
 LONG = (2, 16, 4096)  # Batch, heads and length of operands read by descriptors, and of those with a mask.
 SHORT = (64, 8, 512)  # Batch, heads and length of operands read by pointers.
 PACKED = (256, 8, 100)  # Sequences, heads and mean length of packed operands.
-ELEMENTS = 2**25  # Elements of the rows that are timed.
+HEAD_DIMS = (64, 128)
+COLUMNS = (512, 1024, 4096)  # Lengths of the rows that are timed.
+ELEMENTS = 2**25  # Elements of these rows together.
 # Queries, keys and warps per tile, each with 1 to 3 stages. Two more have all 255 registers, if ptxas would take fewer.
 BLOCKS = ((32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8))
 TILES = [tiles.Tile(*block, stages) for block, stages in itertools.product(BLOCKS, (3, 2, 1))]
@@ -95,14 +97,14 @@ def candidates():
     """Yield (name, table, key, values to try, call to time, kernel of the call to time, or None for all kernels)."""
     table = tiles.table(torch.bfloat16, is_aligned=True, device=torch.device(DEVICE))
     kinds = "regular", "irregular", "pointers", "masked", "float_masked"
-    for kind, size, threshold in itertools.product(kinds, (64, 128), (0, THRESHOLD)):
+    for kind, size, threshold in itertools.product(kinds, HEAD_DIMS, (0, THRESHOLD)):
         forward, backward = attention(kind, size, threshold)
         for kernel in KERNELS:
             line = f"{kernel}_{kind}" if f"{kernel}_{kind}" in table else kernel
             name = f"attention {kernel} {kind} bfloat16 {size}{' dropout' if threshold else ''}"
             call = forward if kernel == "forward" else backward
             yield name, table[line], size, TILES, call, f"{kernel}_kernel"
-    for columns in (512, 1024, 4096):
+    for columns in COLUMNS:
         for kernel, call in rows(columns).items():
             yield f"{kernel} {columns} columns", LIMITS, kernel, row_limits(kernel, columns), call, None
 
