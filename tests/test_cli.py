@@ -758,15 +758,15 @@ def step_of(run):
 
 
 @pytest.mark.slow
-def test_interrupted_and_resumed_is_as_never_interrupted(pairs, tmp_path):
+def test_interrupted_and_resumed_is_as_never_interrupted(pairs, run, tmp_path):
     """SIGINT saves after the current update. The resumed run has the same bits as one that was never interrupted."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = start(train_arguments(pairs, broken, "--save-every", "1000", "--max-steps", "100000"))
+    whole, broken, config = tmp_path / "whole", tmp_path / "broken", ("--config", run.parent / "small.json")
+    process = start(train_arguments(pairs, broken, *config, "--save-every", "1000", "--max-steps", "100000"))
     until(process, "update 20: ")
     process.send_signal(signal.SIGINT)
     said, step = finish(process, 130).splitlines()[-1], step_of(broken)
     assert said == f"fastattn train: interrupted after update {step}, which is saved: --resume goes on from there"
-    for arguments in ((broken, "--resume"), (whole,)):
+    for arguments in ((broken, "--resume"), (whole, *config)):
         run_command(*train_arguments(pairs, *arguments, "--max-steps", str(step + 2)))
     first, second = (checkpoint.newest(run) / "model.safetensors" for run in (whole, broken))
     assert first.parent.name == second.parent.name
