@@ -22,11 +22,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(const Tensor& query, const 
   return run_attention(backend, a, out, residual, {2, a.batch, a.num_heads, a.seqlen_q});
 }
 
-// Run a whole public call, without checks in Python. Return the results of `attention` without lse, then the record's
-// settings and seed. For a call that is not plain, return no results: undefined tensors are None in Python. The public
-// function then takes the usual path, which raises the errors.
+// Run a whole public call, without checks in Python. Return the result, and with `keep` the arguments of
+// `attention_backward` that follow the gradients. For a call that is not plain, return no results: undefined tensors
+// are None in Python. The public function then takes the usual path, which raises the errors.
 template <bool keep>
-std::tuple<Tensor, Tensor, Tensor, Tensor, double, int64_t, int64_t, bool, int64_t, bool, std::optional<Tensor>>
+Returned<keep, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>,
+         std::optional<Tensor>, double, int64_t, int64_t, bool, int64_t, bool>
 attention_fast(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& attn_mask,
                const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& seed, double dropout_p,
                bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t window_left,
@@ -53,11 +54,19 @@ attention_fast(const Tensor& query, const Tensor& key, const Tensor& value, cons
   if (!backend.serves(a, keep)) return {};
   const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
   set_dropout(a, own_seed, threshold);
-  auto [out, stats, residual] = run_fast_attention(backend, a, empty_heads(query, a.value_head_dim, backend.device),
-                                                   {2, batch, heads, queries}, keep);
-  const bool keeps_residual = a.residual.data != nullptr;
-  return {out,          Tensor(), stats,     residual,       factor,  window_left,
-          window_right, false,    threshold, keeps_residual, own_seed};
+  const Tensor out = empty_heads(query, a.value_head_dim, backend.device);
+  a.out = heads_of(out);
+  if constexpr (keep) {
+    auto [stats, residual] = kept_results(backend, a, out, {2, batch, heads, queries});
+    backend.run(a);
+    const bool keep_residual = a.residual.data != nullptr;
+    const std::optional<Tensor> mask = kept_mask(attn_mask, device), lengths_copy = copy_of(key_lengths, device);
+    return {out,          out,      stats,  residual,    query,        key,   value,     mask,
+            lengths_copy, own_seed, factor, window_left, window_right, false, threshold, keep_residual};
+  } else {
+    backend.run(a);
+    return {out};
+  }
 }
 
 // Run attention_fast with the schema's defaults for other arguments.

@@ -112,21 +112,15 @@ inline bool are_plain(const Tensor& query, const Tensor& key, const Tensor& valu
   return head_dim >= 1 && head_dim <= kMaxHeadDim && value_dim >= 1 && value_dim <= kMaxHeadDim;
 }
 
-// Run the forward pass of a fast path. Return (out, stats, residual), the last two only with `keep`.
-inline std::tuple<Tensor, Tensor, Tensor> run_fast_attention(const Backend& backend, Attention& a, const Tensor& out,
-                                                             std::initializer_list<int64_t> stats_sizes, bool keep) {
-  Tensor stats, residual;
-  a.out = heads_of(out);
-  if (keep) {
-    stats = empty(stats_sizes, Dtype::float32, backend.device);
-    set_stats(a, stats);
-    residual = a.dtype != Dtype::float32 && backend.reads_residual(a)
-                   ? empty_strided(out.sizes(), out.strides(), a.dtype, backend.device)
-                   : empty({0}, a.dtype, backend.device);
-    if (residual.dim() > 1) a.residual = heads_of(residual);
-  }
-  backend.run(a);
-  return {out, stats, residual};
+// Allocate what the backward pass of a fast path reads, beside the result. Return (stats, residual).
+inline std::tuple<Tensor, Tensor> kept_results(const Backend& backend, Attention& a, const Tensor& out,
+                                               std::initializer_list<int64_t> stats_sizes) {
+  const Tensor stats = empty(stats_sizes, Dtype::float32, backend.device);
+  set_stats(a, stats);
+  if (a.dtype == Dtype::float32 || !backend.reads_residual(a)) return {stats, empty({0}, a.dtype, backend.device)};
+  const Tensor residual = empty_strided(out.sizes(), out.strides(), a.dtype, backend.device);
+  a.residual = heads_of(residual);
+  return {stats, residual};
 }
 
 // Run the backward pass into the gradients.

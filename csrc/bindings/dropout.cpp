@@ -106,18 +106,20 @@ Tensor dropout(const Tensor& input, const Tensor& seed, int64_t threshold) {
   return out;
 }
 
-// Run a whole public call that drops elements, as attention_fast does. Return the result, the threshold and the seed.
+// Run a whole public call that drops elements, as attention_fast does.
 template <bool keep>
-std::tuple<Tensor, int64_t, std::optional<Tensor>> dropout_fast(const Tensor& input, const std::optional<Tensor>& seed,
-                                                                double dropout_p) {
+Returned<keep, Tensor, int64_t> dropout_fast(const Tensor& input, const std::optional<Tensor>& seed, double dropout_p) {
   Dtype dtype;
   int64_t threshold;
   const Device device = device_of(input);
   if (!is_plain(input, device, &dtype) || !is_plain_dropout(dropout_p, seed, device, &threshold) || threshold == 0)
     return {};
   input.sizes();  // raises for a nested tensor, before a seed is drawn
-  const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
-  return {dropout(input, *own_seed, threshold), threshold, own_seed};
+  const Tensor own_seed = *seed_of(seed, device, threshold, keep), out = dropout(input, own_seed, threshold);
+  if constexpr (keep)
+    return {out, own_seed, threshold};
+  else
+    return {out};
 }
 
 Tensor dropout_mask(std::vector<int64_t> shape, const Tensor& seed, int64_t threshold) {

@@ -106,17 +106,21 @@ inline bool is_plain_parameter(const std::optional<Tensor>& tensor, Device devic
   return !tensor || (is_plain(*tensor, device, &dtype) && tensor->dim() == 1 && tensor->size(0) == columns);
 }
 
-// Run a whole public call, as attention_fast does. Return the results, then eps.
+// Run a whole public call, as attention_fast does.
 template <bool keep>
-std::tuple<Tensor, Tensor, Tensor, double> layer_norm_fast(const Tensor& input, const std::optional<Tensor>& weight,
-                                                           const std::optional<Tensor>& bias, int64_t columns,
-                                                           double eps) {
+Returned<keep, Tensor, Tensor, Tensor, std::optional<Tensor>> layer_norm_fast(const Tensor& input,
+                                                                              const std::optional<Tensor>& weight,
+                                                                              const std::optional<Tensor>& bias,
+                                                                              int64_t columns, double eps) {
   Dtype dtype;
   const Device device = device_of(input);
   if (!is_plain(input, device, &dtype) || input.dim() == 0 || input.size(-1) != columns) return {};
   if (!is_plain_parameter(weight, device, columns) || !is_plain_parameter(bias, device, columns)) return {};
   auto [out, mean, rstd] = layer_norm(input, weight, bias, eps);
-  return {out, mean, rstd, eps};
+  if constexpr (keep)
+    return {out, input, mean, rstd, weight};
+  else
+    return {out};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& input, const Tensor& residual,
@@ -128,9 +132,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
   return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps, keep_sum, out_dtype);
 }
 
-// Run a whole public call, as attention_fast does. Return the results, then the record's settings and seed.
+// Run a whole public call, as attention_fast does.
 template <bool keep>
-std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, double, bool, std::optional<ScalarType>, std::optional<Tensor>>
+Returned<keep, Tensor, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t>
 dropout_add_layer_norm_fast(const Tensor& input, const Tensor& residual, const std::optional<Tensor>& weight,
                             const std::optional<Tensor>& bias, const std::optional<Tensor>& seed, double dropout_p,
                             double eps) {
@@ -144,7 +148,10 @@ dropout_add_layer_norm_fast(const Tensor& input, const Tensor& residual, const s
   const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
   auto [out, sum, mean, rstd] =
       run_layer_norm(input, &residual, weight, bias, own_seed, threshold, eps, keep, std::nullopt);
-  return {out, sum, mean, rstd, threshold, eps, keep, std::nullopt, own_seed};
+  if constexpr (keep)
+    return {out, sum, mean, rstd, weight, own_seed, threshold};
+  else
+    return {out};
 }
 
 // Return a parameter's gradient (columns), uninitialised, in the dtype given. Without a dtype it is empty.

@@ -43,12 +43,12 @@ std::tuple<Tensor, Tensor> softmax_dropout(const Tensor& input, const std::optio
   return {out, stats};
 }
 
-// Run a whole public call of 4-D scores, as attention_fast does. Return the results, then the record's settings and
-// seed.
+// Run a whole public call of 4-D scores, as attention_fast does.
 template <bool keep>
-std::tuple<Tensor, Tensor, double, int64_t, int64_t, bool, int64_t, std::optional<Tensor>> softmax_dropout_fast(
-    const Tensor& input, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>&,
-    const std::optional<Tensor>& seed, double dropout_p, bool is_causal, double scale) {
+Returned<keep, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, double, int64_t,
+         int64_t, bool, int64_t>
+softmax_dropout_fast(const Tensor& input, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>&,
+                     const std::optional<Tensor>& seed, double dropout_p, bool is_causal, double scale) {
   Dtype dtype;
   int64_t threshold;
   const Device device = device_of(input);
@@ -59,7 +59,11 @@ std::tuple<Tensor, Tensor, double, int64_t, int64_t, bool, int64_t, std::optiona
   const int64_t left = sizes[2], right = is_causal ? 0 : sizes[3];
   const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
   auto [out, stats] = softmax_dropout(input, attn_mask, std::nullopt, own_seed, scale, left, right, false, threshold);
-  return {out, stats, scale, left, right, false, threshold, own_seed};
+  if constexpr (keep)
+    return {out,   stats, input,    kept_mask(attn_mask, device), std::nullopt, own_seed, scale, left,
+            right, false, threshold};
+  else
+    return {out};
 }
 
 std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad_out, const Tensor& stats, const Tensor& input,

@@ -34,8 +34,8 @@ inline std::string& operation_names() {
     operation_names() += (operation_names().empty() ? "" : ",") + std::string(#name); \
   }
 
-// Registers a fast path: a template over whether to keep what the backward pass reads. `NAME_fast` returns the first
-// result only, `NAME_fast_saving` all.
+// Registers a fast path: a template over whether to return what the backward pass reads. `NAME_fast` returns the
+// result, `NAME_fast_saving` that too.
 #define FASTATTN_FAST_PATH(name)                                                                                  \
   STABLE_TORCH_LIBRARY_IMPL(FASTATTN_LIBRARY, CompositeExplicitAutograd, m) {                                     \
     m.impl(#name "_fast", TORCH_BOX(&FirstOf<&name##_fast<false>>::call));                                        \
@@ -56,6 +56,11 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// What a fast path returns: the result, and with `keep` what the backward pass reads of the call.
+template <bool keep, class... Kept>
+using Returned = std::conditional_t<keep, std::tuple<Tensor, Kept...>, std::tuple<Tensor>>;
+
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 // Whether the kernels have this dtype. It compares torch's numbers, because a ScalarType takes a look-up per call.
@@ -211,21 +216,55 @@ inline bool is_plain_dropout(double dropout_p, const std::optional<Tensor>& seed
   return true;
 }
 
+inline Tensor view_of(const Tensor& tensor, Sizes sizes, const int64_t* strides) {
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(tensor.get(), sizes.data(), strides, &handle));
+  return Tensor(handle);
+}
+
+// Return a copy for the backward pass, of what the caller may change before.
+inline Tensor copy_of(const Tensor& tensor, Device device) {
+  AtenTensorHandle handle;
+  if (device.type != aoti_torch_device_type_cpu() || !tensor.is_contiguous()) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_clone(tensor.get(), &handle));
+    return Tensor(handle);
+  }
+  int32_t dtype;
+  const Sizes sizes = tensor.sizes();
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), tensor.strides().data(), dtype,
+                                                  device.type, device.index, &handle));
+  Tensor copy(handle);
+  memcpy(copy.mutable_data_ptr(), tensor.const_data_ptr(), (size_t)tensor.numel() * tensor.element_size());
+  return copy;
+}
+
+inline std::optional<Tensor> copy_of(const std::optional<Tensor>& tensor, Device device) {
+  return tensor ? copy_of(*tensor, device) : tensor;
+}
+
+// Return the mask that a backward pass reads: a copy if it is bool, whose expanded dimensions (stride 0) stay expanded.
+// torch too saves a float mask as it is.
+inline std::optional<Tensor> kept_mask(const std::optional<Tensor>& mask, Device device) {
+  if (!mask || dtype_of(*mask, "attn_mask") != Dtype::boolean) return mask;
+  int64_t stored[4], expanded[4];
+  for (int d = 0; d < 4; ++d) stored[d] = mask->stride(d) == 0 ? std::min(mask->size(d), (int64_t)1) : mask->size(d);
+  if (std::equal(stored, stored + 4, mask->sizes().begin())) return copy_of(*mask, device);
+  const Tensor copy = copy_of(view_of(*mask, Sizes(stored, 4), mask->strides().data()), device);
+  for (int d = 0; d < 4; ++d) expanded[d] = mask->stride(d) == 0 ? 0 : copy.stride(d);
+  return view_of(copy, mask->sizes(), expanded);
+}
+
 // Return the seed of a plain call that drops elements: the caller's, or one drawn from the default generator of the
 // device. With `keep` it is a copy, because the caller may change the seed before the backward pass.
 inline std::optional<Tensor> seed_of(const std::optional<Tensor>& seed, Device device, int64_t threshold, bool keep) {
   if (threshold == 0) return std::nullopt;
-  if (seed && !keep) return seed;
+  if (seed) return keep ? copy_of(*seed, device) : seed;
   const int64_t size = 2, stride = 1;
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(), device.type, device.index, &handle));
-  Tensor own(handle);
-  if (seed && device.type == aoti_torch_device_type_cpu()) {
-    memcpy(own.mutable_data_ptr(), seed->const_data_ptr(), 2 * sizeof(int64_t));
-    return own;
-  }
-  if (seed) return torch::stable::copy_(own, *seed);
+  const Tensor own(handle);
   using torch::stable::detail::from;
   StableIValue stack[] = {from(own), from(INT64_MIN), from(std::optional<int64_t>(INT64_MAX)), from(std::nullopt)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::random_", "from", stack, TORCH_ABI_VERSION));

@@ -34,8 +34,8 @@ inline bool are_plain_lengths(const std::optional<Tensor>& used, const Tensor& o
 // Run a whole public call, as attention_fast does. Wrong offsets raise an error, after which the public function raises
 // its own.
 template <bool keep>
-std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, double, int64_t, int64_t, int64_t, bool,
-           std::optional<Tensor>>
+Returned<keep, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>,
+         std::optional<Tensor>, int64_t, int64_t, double, int64_t, int64_t, int64_t, bool>
 varlen_attention_fast(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
                       const Tensor& cu_seq_k, const std::optional<Tensor>& seqused_k, const std::optional<Tensor>& seed,
                       int64_t max_q, int64_t max_k, double dropout_p, bool is_causal, std::optional<double> scale,
@@ -60,11 +60,21 @@ varlen_attention_fast(const Tensor& query, const Tensor& key, const Tensor& valu
   const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);  // after the checks, which may raise
   set_dropout(a, own_seed, threshold);
   const int64_t tokens = query.size(0), heads = query.size(1);
-  auto [out, stats, residual] = run_fast_attention(
-      backend, a, empty({tokens, heads, a.value_head_dim}, a.dtype, backend.device), {2, tokens, heads}, keep);
-  const bool keeps_residual = a.residual.data != nullptr;
-  return {out,    Tensor(),    stats,        residual,  max_q,          max_k,
-          factor, window_left, window_right, threshold, keeps_residual, own_seed};
+  const Tensor out = empty({tokens, heads, a.value_head_dim}, a.dtype, backend.device);
+  a.out = heads_of(out);
+  if constexpr (keep) {
+    auto [stats, residual] = kept_results(backend, a, out, {2, tokens, heads});
+    backend.run(a);
+    const bool keep_residual = a.residual.data != nullptr;
+    const Tensor offsets_q = copy_of(cu_seq_q, device);
+    const Tensor offsets_k = a.cu_seq_k == a.cu_seq_q ? offsets_q : copy_of(cu_seq_k, device);
+    const std::optional<Tensor> used = copy_of(seqused_k, device);
+    return {out,  out,      stats, residual, query,  key,         value,        offsets_q, offsets_k,
+            used, own_seed, max_q, max_k,    factor, window_left, window_right, threshold, keep_residual};
+  } else {
+    backend.run(a);
+    return {out};
+  }
 }
 
 FASTATTN_OPERATION(varlen_attention)

@@ -3,10 +3,10 @@
 #include <dlfcn.h>
 
 #include <atomic>
-#include <map>
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 
 namespace fastattn::triton {
 namespace {
@@ -101,7 +101,7 @@ class CurrentDevice {
 
 Compile compile;
 std::mutex lock;
-std::map<std::string, Recipe, std::less<>> recipes;  // by request
+std::unordered_map<std::string_view, Recipe> recipes;  // by request; the process keeps the requests' text
 
 const Recipe& served(const Recipe& recipe) {
   if (!recipe.is_served) throw NotServed("fastattn: Triton has to start this kernel");
@@ -118,7 +118,8 @@ const Recipe& recipe_of(const char* request, int length) {
   if (!compile) throw NotServed("fastattn: nothing compiles Triton's kernels");
   compile(request, &answer);  // without the lock: it compiles, and runs Python
   const std::lock_guard<std::mutex> hold(lock);
-  return served(recipes.emplace(std::string(request, (size_t)length), answer).first->second);
+  const std::string* text = new std::string(request, (size_t)length);
+  return served(recipes.emplace(*text, answer).first->second);
 }
 
 }  // namespace

@@ -130,8 +130,7 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
     _defined.append(fragment)
     for operation in operations:
         fragment.define(SCHEMAS[operation])
-        if operation not in RECORDS:  # autograd would add a node of its own to a fast path's results
-            fragment.impl(operation, torch.library.fallthrough_kernel, "Autograd")
+        fragment.impl(operation, torch.library.fallthrough_kernel, "Autograd")  # ops/register.py adds the nodes
     bound = {operation: bind(getattr(loaded, operation).default) for operation in operations}
     return {name: _OfRecord(function) if name in RECORDS else function for name, function in bound.items()}
 

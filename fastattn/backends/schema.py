@@ -229,8 +229,8 @@ _STEMS: dict[str, dict[str, tuple[Any, str]]] = {
 # Compiled fast paths (ops/register.py), by operation: the settings of the public function, which follow the record's
 # tensors. `NAME_fast` returns the first result, `attention_fast_usual` that of a call whose other arguments are the
 # defaults: each argument takes 0.1 to 0.2 us, a small call 3.
-# `NAME_fast_saving` returns all results, then the other fields of the record, then the seed if the record has one,
-# copied or drawn.
+# `NAME_fast_saving` returns the first result, then what its backward function reads of the call (`read_by_backward`).
+# What the caller may change meanwhile (bool masks, lengths, offsets, the seed) is a copy.
 _FAST_PATHS = {
     "attention": (
         "float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, int window_left=-1, "
@@ -304,25 +304,33 @@ TENSORS = {record: sum(kind.startswith("Tensor") for _, kind in arguments(record
 
 def _schema(record: Any, results: str) -> str:
     given = ", ".join(f"{kind} {name}" for name, kind in arguments(record))
-    return f"({given}) -> ({_returned(results)})"
+    return f"({given}) -> ({', '.join(f'Tensor {name}' for name in results.split())})"
 
 
-def _returned(results: str) -> str:
-    return ", ".join(f"Tensor {name}" for name in results.split())
+def read_by_backward(name: str, backward: str) -> list[tuple[str, str]]:
+    """Return names and types of what a backward function reads of a call's record and results, in its own order.
+
+    Its first arguments are gradients, its last ones say which gradients are needed.
+    """
+    there = {label for label, _ in arguments(RECORDS[name])} | set(RESULTS[name])
+    given = arguments(RECORDS[backward])
+    if backward == name:  # dropout, which is its own backward function, takes the gradient as its input
+        return given[1:]
+    return [(label, kind) for label, kind in given if label in there]
 
 
 def _fast_schemas(name: str, settings: str) -> dict[str, str]:
-    record, results = next(functions[name] for functions in _STEMS.values() if name in functions)
+    record = RECORDS[name]
     listed = [(kind.replace("SymInt", "int"), label) for label, kind in arguments(record)]
     tensors = [f"{'Tensor?' if label == 'seed' else kind} {label}" for kind, label in listed[: TENSORS[record]]]
     if all("=" in setting for setting in settings.split(", ")):  # a default must not precede what has none
         tensors = [f"{tensor}=None" if tensor.startswith("Tensor?") else tensor for tensor in tensors]
-    others = [f"{kind} {label}" for kind, label in listed[TENSORS[record] :]]
-    others += ["Tensor? seed"] * ("seed" in record._fields)
+    backward = f"{name}_backward" if f"{name}_backward" in RECORDS else name
+    read = [f"{kind.replace('SymInt', 'int')} {label}" for label, kind in read_by_backward(name, backward)]
     given = f"({', '.join(tensors)}, {settings})"
     return {
         f"{name}_fast": f"{name}_fast{given} -> Tensor",
-        f"{name}_fast_saving": f"{name}_fast_saving{given} -> ({', '.join([_returned(results), *others])})",
+        f"{name}_fast_saving": f"{name}_fast_saving{given} -> ({', '.join(['Tensor result', *read])})",
     }
 
 

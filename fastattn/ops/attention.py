@@ -19,7 +19,6 @@ from fastattn._torch_private import max_length, ragged_dim
 from fastattn.backends import choose, reads_residual
 from fastattn.backends.common import empty_heads, stat_dtype, without_autocast
 from fastattn.backends.schema import (
-    TENSORS,
     AttentionArgs,
     AttentionBackwardArgs,
     SoftmaxDropoutArgs,
@@ -665,8 +664,8 @@ def _backward_flops(args: AttentionBackwardArgs | VarlenAttentionBackwardArgs) -
 attention_backward_op = Op("attention_backward", _fake_attention_backward, flops=_backward_flops)
 
 
-def _backward_settings(args: AttentionArgs, needs_grad: Sequence[bool]) -> tuple[Any, ...]:
-    return *args[TENSORS[AttentionArgs] :], needs_grad[3]
+def _wanted(tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> tuple[bool]:
+    return (needs_grad[3],)
 
 
 def _decompose_attention(args: AttentionArgs) -> Results:
@@ -695,7 +694,7 @@ def _decompose_attention(args: AttentionArgs) -> Results:
     return out, stats[0] + stats[1].log(), stats, torch.zeros_like(out) if args.keep_residual else out.new_empty(0)
 
 
-attention_op = Op("attention", _fake_attention, "attention_backward", _backward_settings, _decompose_attention, _flops)
+attention_op = Op("attention", _fake_attention, "attention_backward", _wanted, _decompose_attention, _flops)
 
 
 def _fake_varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[Tensor, ...]:
@@ -703,10 +702,6 @@ def _fake_varlen_attention_backward(args: VarlenAttentionBackwardArgs) -> tuple[
 
 
 varlen_attention_backward_op = Op("varlen_attention_backward", _fake_varlen_attention_backward, flops=_backward_flops)
-
-
-def _varlen_backward_settings(args: VarlenAttentionArgs, needs_grad: Sequence[bool]) -> tuple[Any, ...]:
-    return args[TENSORS[VarlenAttentionArgs] :]
 
 
 def _decompose_varlen_attention(args: VarlenAttentionArgs) -> Results:
@@ -723,6 +718,5 @@ def _decompose_varlen_attention(args: VarlenAttentionArgs) -> Results:
 
 
 varlen_attention_op = Op(
-    "varlen_attention", _fake_attention, "varlen_attention_backward", _varlen_backward_settings,
-    _decompose_varlen_attention, _flops,
+    "varlen_attention", _fake_attention, "varlen_attention_backward", None, _decompose_varlen_attention, _flops
 )  # fmt: skip

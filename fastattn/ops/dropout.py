@@ -118,16 +118,12 @@ def _fake_dropout(args: DropoutArgs) -> Tensor:
     return empty_dense(args.input)
 
 
-def _backward_settings(args: DropoutArgs, needs_grad: Sequence[bool]) -> tuple[int]:
-    return (args.threshold,)
-
-
 def _decompose(args: DropoutArgs) -> Tensor:
     return args.input.clone()
 
 
 # Dropout multiplies by a diagonal matrix, which is its own transpose: it is its own backward pass.
-dropout_op = Op("dropout", _fake_dropout, "dropout", _backward_settings, _decompose)
+dropout_op = Op("dropout", _fake_dropout, "dropout", decompose=_decompose)
 
 
 def _fake_dropout_mask(args: DropoutMaskArgs) -> Tensor:

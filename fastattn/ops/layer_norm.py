@@ -249,12 +249,9 @@ def _fake_layer_norm_backward(args: LayerNormBackwardArgs) -> tuple[Tensor, ...]
 layer_norm_backward_op = Op("layer_norm_backward", _fake_layer_norm_backward)
 
 
-def _backward_settings(args: LayerNormArgs, needs_grad: Sequence[bool]) -> tuple[torch.dtype | None, ...]:
-    return _grad_dtype(args.weight, needs_grad[1]), _grad_dtype(args.bias, needs_grad[2])
-
-
-def _grad_dtype(parameter: Tensor | None, needs_grad: bool) -> torch.dtype | None:
-    return parameter.dtype if parameter is not None and needs_grad else None
+def _wanted(tensors: Sequence[Any], needs_grad: Sequence[bool]) -> tuple[torch.dtype | None, ...]:
+    _, weight, bias = tensors[:3]
+    return weight.dtype if needs_grad[1] else None, bias.dtype if needs_grad[2] else None
 
 
 def _decompose_layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,7 +262,7 @@ def _decompose_layer_norm(args: LayerNormArgs) -> tuple[Tensor, Tensor, Tensor]:
     return out.to(args.input.dtype), mean.squeeze(-1), rstd.squeeze(-1)
 
 
-layer_norm_op = Op("layer_norm", _fake_layer_norm, "layer_norm_backward", _backward_settings, _decompose_layer_norm)
+layer_norm_op = Op("layer_norm", _fake_layer_norm, "layer_norm_backward", _wanted, _decompose_layer_norm)
 
 
 def _fake_residual(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -284,9 +281,9 @@ def _fake_residual_backward(args: DropoutAddLayerNormBackwardArgs) -> tuple[Tens
 dropout_add_layer_norm_backward_op = Op("dropout_add_layer_norm_backward", _fake_residual_backward)
 
 
-def _residual_backward_settings(args: DropoutAddLayerNormArgs, needs_grad: Sequence[bool]) -> tuple[Any, ...]:
-    weight_grad, bias_grad = _grad_dtype(args.weight, needs_grad[2]), _grad_dtype(args.bias, needs_grad[3])
-    return args.threshold, args.input.dtype, weight_grad, bias_grad
+def _residual_wanted(tensors: Sequence[Any], needs_grad: Sequence[bool]) -> tuple[torch.dtype | None, ...]:
+    input, _, weight, bias = tensors[:4]
+    return input.dtype, weight.dtype if needs_grad[2] else None, bias.dtype if needs_grad[3] else None
 
 
 def _decompose_residual(args: DropoutAddLayerNormArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -305,6 +302,6 @@ dropout_add_layer_norm_op = Op(
     "dropout_add_layer_norm",
     _fake_residual,
     "dropout_add_layer_norm_backward",
-    _residual_backward_settings,
+    _residual_wanted,
     _decompose_residual,
 )

@@ -29,7 +29,17 @@ from fastattn._torch_private import (
 )
 from fastattn.backends import TABLE, choose, thread
 from fastattn.backends.common import is_recorded
-from fastattn.backends.schema import RECORDS, RESULTS, SCHEMAS, TENSORS, AnyArgs, arguments, flatten, unflatten
+from fastattn.backends.schema import (
+    RECORDS,
+    RESULTS,
+    SCHEMAS,
+    TENSORS,
+    AnyArgs,
+    arguments,
+    flatten,
+    read_by_backward,
+    unflatten,
+)
 from fastattn.ops.check import autocast_dtype
 from fastattn.ops.copies import copy_op, expanded_copy
 
@@ -56,10 +66,10 @@ class Op(Generic[Args, Results]):
         name: name of the backend function.
         fake: takes the function's record, returns tensors with the results' shapes, dtypes and strides.
         backward: name of the backend function that computes the gradients of the record's first tensors. It takes the
-            results' gradients, tensors of the forward pass by their names, and ``settings``. None for backward ops;
-            only the reference backend can differentiate those.
-        settings: takes the record, and whether each of its tensors needs a gradient; returns the backward function's
-            arguments that are no tensors.
+            results' gradients, arguments and results of the forward pass by their names, and ``wanted``. None for
+            backward ops; only the reference backend can differentiate those.
+        wanted: takes the record's tensors, and whether each needs a gradient; returns the backward function's last
+            arguments, which say which gradients to compute. None if there are none.
         decompose: takes the record, returns the function's results by torch's own functions. Its threshold is 0.
         flops: takes the record, returns the floating-point operations that ``FlopCounterMode`` counts.
     """
@@ -69,7 +79,7 @@ class Op(Generic[Args, Results]):
         name: str,
         fake: Callable[[Args], Results],
         backward: str | None = None,
-        settings: Callable[[Args, Sequence[bool]], tuple[Any, ...]] | None = None,
+        wanted: Callable[[Sequence[Any], Sequence[bool]], tuple[Any, ...]] | None = None,
         decompose: Callable[[Args], Results] | None = None,
         flops: Callable[[Args], int] | None = None,
     ) -> None:
@@ -86,7 +96,7 @@ class Op(Generic[Args, Results]):
         torch.library.register_fake(f"fastattn::{name}", lambda *flat: fake(self._args(flat)), lib=_library)
         torch.library.register_vmap(f"fastattn::{name}", self._map, lib=_library)
         self._overload = getattr(torch.ops.fastattn, name).default
-        self.function = _autograd_function(name, backward, settings)
+        self.function = _autograd_function(name, backward, wanted)
         self._apply = bind_apply(self.function)
         OPS[name] = self
         if decompose is not None:
@@ -215,38 +225,40 @@ def may_want_gradient(*tensors: Tensor | None) -> bool:
     return is_observed() and torch.is_grad_enabled()
 
 
-def _autograd_function(name: str, backward: str | None, settings: Callable[..., tuple[Any, ...]] | None) -> Any:
+def _autograd_function(name: str, backward: str | None, wanted: Callable[..., tuple[Any, ...]] | None) -> Any:
     """Return the op's ``autograd.Function``.
 
     It takes the op's tensors, for autograd to see, the backend's name, the function that computes the results, and the
     record.
     """
-    tensors = TENSORS[RECORDS[name]]
-    gradients, select = _saved(name, backward) if backward else (len(RESULTS[name]), tuple)
+    read = read_by_backward(name, backward) if backward else []
+    there = [label for label, _ in arguments(RECORDS[name])] + RESULTS[name]
+    select = operator.itemgetter(*(there.index(label) for label, _ in read)) if read else tuple
+    saved = sum(kind.startswith("Tensor") for _, kind in read)
+    gradients = len(RESULTS[name]) if backward is None else _gradients(backward)
 
     class Function(SingleLevelFunction):
         derivative: str | None = None  # the backward function
-        count = 0  # the number of gradients that it takes
+        count = gradients  # the number of gradients that it takes
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            *given, backend, function, args = inputs
+            *given, ctx.backend, function, args = inputs
             found = function(args)
             if any(map(_needs_copy, given)):
                 args = args._make(expanded_copy(arg) if _needs_copy(arg) else arg for arg in args)
             outputs = (found,) if isinstance(found, Tensor) else found
             ctx.mark_non_differentiable(*outputs[gradients:])
-            Function.keep(ctx, backend, len(inputs), args, outputs)
+            if backward is not None:
+                Function.keep(ctx, given, select((*args, *outputs)))
             return found
 
         @staticmethod
-        def keep(ctx: Any, backend: str, inputs: int, args: Any, outputs: Sequence[Tensor]) -> None:
-            """Keep what the backward pass reads of a call with this number of ``inputs``."""
-            ctx.backend, ctx.inputs = backend, inputs
+        def keep(ctx: Any, tensors: Sequence[Any], read: Sequence[Any]) -> None:
+            """Keep what the backward function reads of a call with these tensors."""
             ctx.set_materialize_grads(False)
-            if settings is not None:
-                ctx.save_for_backward(*select((*args[:tensors], *outputs)))
-                ctx.settings = settings(args, ctx.needs_input_grad)
+            ctx.save_for_backward(*read[:saved])
+            ctx.settings = read[saved:] if wanted is None else (*read[saved:], *wanted(tensors, ctx.needs_input_grad))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -255,26 +267,25 @@ def _autograd_function(name: str, backward: str | None, settings: Callable[..., 
                     f"fastattn: {name} has no derivative on this backend (double backward); "
                     'run the forward pass inside fastattn.backend("reference"), where it has one'
                 )
-            saved = ctx.saved_tensors
+            kept = ctx.saved_tensors
             # A gradient is sparse if an embedding with sparse=True reads the dropout's result as its weight.
             given = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads[:gradients]]
             given += [None] * (gradients - len(given))
             if given[0] is None:
                 if all(grad is None for grad in given):
-                    return (None,) * ctx.inputs
-                given[0] = torch.zeros_like(saved[0])
-            return Function.selected(ctx, OPS[backward].on(ctx.backend, (*given, *saved, *ctx.settings)))
+                    return (None,) * len(ctx.needs_input_grad)
+                given[0] = torch.zeros_like(kept[0])
+            return Function.selected(ctx, OPS[backward].on(ctx.backend, (*given, *kept, *ctx.settings)))
 
         @staticmethod
         def selected(ctx: Any, found: Any) -> tuple[Tensor | None, ...]:
             """Return the gradients that are needed, and None for all other inputs."""
-            found = (found,) if isinstance(found, Tensor) else found
-            needs = ctx.needs_input_grad[: len(found)]
-            if not all(needs):
-                found = [grad if needed else None for grad, needed in zip(found, needs, strict=True)]
-            return *found, *(None,) * (ctx.inputs - len(found))
+            found, needs = (found,) if isinstance(found, Tensor) else found, ctx.needs_input_grad
+            if not all(needs[: len(found)]):
+                found = [grad if needed else None for grad, needed in zip(found, needs, strict=False)]
+            return *found, *(None,) * (len(needs) - len(found))
 
-    Function.derivative, Function.count = backward, gradients
+    Function.derivative = backward
     return _named(Function, name)
 
 
@@ -283,16 +294,10 @@ def _named(function: Any, name: str) -> Any:
     return type(function)(f"fastattn_{name}", (function,), {})
 
 
-def _saved(name: str, backward: str) -> tuple[int, Callable[[Any], Any]]:
-    """Return how many gradients the backward function takes, and what selects its other tensors.
-
-    They are selected from the tensors of the forward function's record and its results.
-    """
-    there = [label for label, _ in arguments(RECORDS[name])[: TENSORS[RECORDS[name]]]] + RESULTS[name]
-    labels = [label for label, _ in arguments(RECORDS[backward])[: TENSORS[RECORDS[backward]]]]
-    count = sum(label.startswith("grad_") for label in labels) or 1  # dropout is its own backward function
-    first, *others = (there.index(label) for label in labels[count:])
-    return count, operator.itemgetter(first, *others) if others else operator.itemgetter(slice(first, first + 1))
+def _gradients(backward: str) -> int:
+    """Return how many gradients a backward function takes."""
+    labels = [label for label, _ in arguments(RECORDS[backward])]
+    return sum(label.startswith("grad_") for label in labels) or 1  # dropout is its own backward function
 
 
 def _needs_copy(arg: Any) -> bool:
@@ -344,7 +349,7 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
         if compiled is None:
             return None
         for_usual = TABLE[backend].compiled().get(f"{name}_fast_usual", compiled)
-        return compiled, for_usual, functools.cache(functools.partial(_plain_apply, name, labels, backend))
+        return compiled, for_usual, functools.cache(functools.partial(_plain_apply, name, backend))
 
     @functools.cache
     def on_device(device: torch.device) -> list[tuple[Callable[..., bool], Any]]:
@@ -379,7 +384,7 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
         compiled, for_usual, differentiated = functions
         if is_cast and is_autocast_enabled() and autocast_dtype(values[0]) not in (None, values[0].dtype):
             return None
-        if mask is not None and values[mask] is not None:
+        if mask is not None and values[mask] is not None and values[mask].dim() < 4:
             values = *values[:mask], _of_four_dimensions(values[mask]), *values[mask + 1 :]
         if torch.is_grad_enabled():
             for value in values[:tensors]:
@@ -421,53 +426,35 @@ def _usual_calls(
 
 
 def _of_four_dimensions(mask: Tensor) -> Tensor:
-    """Return a strided mask of fewer than 4 dimensions with leading dimensions of 1, and any other as it is."""
-    if mask.layout is not torch.strided or mask.is_nested or mask.dim() >= 4:
+    """Return a mask of fewer than 4 dimensions with leading dimensions of 1 if it is strided, else as it is."""
+    if mask.layout is not torch.strided or mask.is_nested:
         return mask
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _plain_apply(name: str, labels: Sequence[str], backend: str) -> Callable[..., Any]:
+def _plain_apply(name: str, backend: str) -> Callable[..., Any]:
     """Return the ``apply`` of a function of autograd whose inputs are the arguments of a fast path on this backend.
 
-    It returns the first result, or None for a call that is not plain.
+    It returns the result, or None for a call that is not plain.
     """
-    function, record = OPS[name].function, RECORDS[name]
-    tensors, results = TENSORS[record], len(RESULTS[name])
+    function, tensors = OPS[name].function, TENSORS[RECORDS[name]]
     functions = TABLE[backend].compiled()
     compiled, differentiate = functions[f"{name}_fast_saving"], functions[function.derivative].operation
     is_hooked = TABLE[backend].hooks() if backend == "triton" else bool
     absent = (None,) * (function.count - 1)
-    # The caller may change these before the backward pass, which reads copies.
-    names = {"attn_mask", "key_lengths", "cu_seq_q", "cu_seq_k", "seqused_k"}
-    copied = [place for place, label in enumerate(labels[:tensors]) if label in names]
-    seed = labels.index("seed") if "seed" in labels else None
 
     class Plain(function):  # type: ignore[misc, valid-type]  # mypy requires a base known before the program runs
         @staticmethod
         def forward(ctx: Any, *values: Any) -> Any:
-            given = list(values)
-            for place in copied:
-                value = given[place]
-                if value is None or value.is_floating_point():
-                    continue
-                # The offsets of the keys are often those of the queries, which stand before them.
-                given[place] = given[place - 1] if value is values[place - 1] else expanded_copy(value)
-            for value in given[:tensors]:
+            for value in values[:tensors]:
                 if value is not None and value.is_inference():  # cannot be saved
                     return None
             try:
-                found = compiled(*given)
+                found = compiled(*values)
             except RuntimeError:
                 return None
-            if found[0] is None:
-                return None
-            if seed is None:
-                args = record(*given[:tensors], *found[results:])
-            else:
-                given[seed] = found[-1]
-                args = record(*given[:tensors], *found[results:-1])
-            function.keep(ctx, backend, len(given), args, found[:results])
+            if found[0] is not None:
+                function.keep(ctx, values, found[1:])
             return found[0]
 
         @staticmethod
@@ -480,6 +467,7 @@ def _plain_apply(name: str, labels: Sequence[str], backend: str) -> Callable[...
                 or is_batched_gradient(grad)
                 or is_hooked()
             ):
+                ctx.backend = backend
                 return function.backward(ctx, grad)
             saved = ctx.saved_tensors  # once: hooks may refuse to unpack them again
             try:

@@ -6,13 +6,12 @@ Source: Vaswani et al. 2017, section 3.2.1 (softmax of the scaled scores) and 5.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.backends.common import stat_dtype
-from fastattn.backends.schema import TENSORS, SoftmaxDropoutArgs, SoftmaxDropoutBackwardArgs
+from fastattn.backends.schema import SoftmaxDropoutArgs, SoftmaxDropoutBackwardArgs
 from fastattn.backends.visibility import add_mask, softmax, visibility
 from fastattn.ops import check
 from fastattn.ops.register import Op, fast_path
@@ -106,8 +105,8 @@ def _fake_softmax_dropout_backward(args: SoftmaxDropoutBackwardArgs) -> tuple[Te
 softmax_dropout_backward_op = Op("softmax_dropout_backward", _fake_softmax_dropout_backward)
 
 
-def _backward_settings(args: SoftmaxDropoutArgs, needs_grad: Sequence[bool]) -> tuple[Any, ...]:
-    return *args[TENSORS[SoftmaxDropoutArgs] :], needs_grad[1]
+def _wanted(tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> tuple[bool]:
+    return (needs_grad[1],)
 
 
 def _decompose(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
@@ -122,6 +121,4 @@ def _decompose(args: SoftmaxDropoutArgs) -> tuple[Tensor, Tensor]:
 
 # The backward pass reads the input and two values per row instead of P. One tensor less is written, and P is cheap to
 # recompute.
-softmax_dropout_op = Op(
-    "softmax_dropout", _fake_softmax_dropout, "softmax_dropout_backward", _backward_settings, _decompose
-)
+softmax_dropout_op = Op("softmax_dropout", _fake_softmax_dropout, "softmax_dropout_backward", _wanted, _decompose)
