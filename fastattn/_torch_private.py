@@ -72,8 +72,13 @@ def is_proxied() -> bool:
 
 def is_observed() -> bool:
     """Return whether compilation, a dispatch mode, torch.func, forward mode or torch.jit.trace observes calls."""
-    is_forward_mode = forward_ad._current_level >= 0  # a call less
-    return _is_compiling() or _dispatch_modes() > 0 or is_forward_mode or is_transformed() or _is_tracing()
+    return (
+        _is_compiling()
+        or _dispatch_modes() > 0
+        or is_transformed()
+        or forward_ad._current_level >= 0  # is_forward_mode, without a call
+        or _is_tracing()
+    )
 
 
 def is_within_transform() -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "start",
 ]
 
+_runtime = knobs.runtime
 _LARGEST_SHARED = 228 << 10  # bytes; Triton asks for more by an attribute of the launch
 
 
@@ -49,7 +50,7 @@ def start(compiled: CompiledKernel, function: Any, grid: tuple[int, ...], args: 
 
 def is_hooked() -> bool:
     """Return whether a hook observes launches, as profilers do. Only Triton's own launcher calls hooks."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -280,10 +281,9 @@ def _autograd_function(name: str, backward: str | None, wanted: Callable[..., tu
         @staticmethod
         def selected(ctx: Any, found: Any) -> tuple[Tensor | None, ...]:
             """Return the gradients that are needed, and None for all other inputs."""
-            found, needs = (found,) if isinstance(found, Tensor) else found, ctx.needs_input_grad
-            if not all(needs[: len(found)]):
-                found = [grad if needed else None for grad, needed in zip(found, needs, strict=False)]
-            return *found, *(None,) * (len(needs) - len(found))
+            found = (found,) if isinstance(found, Tensor) else found
+            needs = ctx.needs_input_grad
+            return tuple([grad if needed else None for grad, needed in itertools.zip_longest(found, needs)])
 
     Function.derivative = backward
     return _named(Function, name)
