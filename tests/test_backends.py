@@ -27,7 +27,17 @@ from fastattn import (
     varlen_attn,
 )
 from fastattn.backends import TABLE, native
-from fastattn.backends.schema import RECORDS, SCHEMAS, STEM_OF, AttentionArgs, SoftmaxDropoutArgs, flatten, unflatten
+from fastattn.backends.schema import (
+    RECORDS,
+    SCHEMAS,
+    STEM_OF,
+    AttentionArgs,
+    SoftmaxDropoutArgs,
+    arguments,
+    flatten,
+    read_by_backward,
+    unflatten,
+)
 from fastattn.ops import register
 
 X = torch.randn(1, 2, 5, 8)
@@ -265,6 +275,17 @@ def test_offsets_of_queries_and_keys_that_are_one_tensor_are_copied_once():
     assert of_queries == of_keys != offsets.data_ptr()
     of_queries, of_keys = kept(offsets, offsets.clone())
     assert of_queries != of_keys
+
+
+@pytest.mark.parametrize("name", register.FAST_PATHS)
+def test_what_a_backward_function_reads_stands_between_gradients_and_what_is_wanted(name):
+    """A fast path returns it in one piece, in the backward function's order."""
+    function = register.OPS[name].function
+    given = arguments(RECORDS[function.derivative])[function.count :]
+    read = read_by_backward(name, function.derivative)
+    assert given[: len(read)] == read
+    wanted = {label for label, _ in given[len(read) :]}
+    assert wanted <= {"mask_grad", "input_dtype", "weight_grad_dtype", "bias_grad_dtype"}
 
 
 @needs_cpu
