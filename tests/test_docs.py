@@ -301,7 +301,7 @@ def test_stops_of_the_designs_walk_exist():
     stops = re.findall(r"`([\w/]+\.(?:py|h|cpp|cu)): ([^`]+)`", (DOCS / "design.md").read_text())
     assert len(stops) > 10
     for file, name in stops:
-        found = [path for top in ("fastattn", "csrc") for path in (ROOT / top).rglob(Path(file).name)]
+        found = [path for top in ("fastattn", "csrc", "tests") for path in (ROOT / top).rglob(Path(file).name)]
         text = "".join(path.read_text() for path in found if path.as_posix().endswith(f"/{file}"))
         assert all(re.search(rf"\b{word}\b", text) for word in re.findall(r"\w+", name)), (file, name)
 
