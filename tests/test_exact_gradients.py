@@ -111,12 +111,12 @@ LONGER_CALLS = {
     "eight queries": ((1, 2, 2, 8, 1000, 128, 128), {}),
     "few queries, padded": ((2, 4, 2, 3, 1500, 64, 64), {"padded": True}),
     "few queries, lse": ((1, 4, 4, 5, 3500, 32, 32), {"mask": "float", "return_lse": True}),
-    "few queries, dropout": ((1, 16, 8, 4, 1000, 64, 64), {"dropout_p": 0.25}),
+    "few queries, dropout": ((1, 4, 2, 4, 1000, 64, 64), {"dropout_p": 0.25}),
     "splits": ((1, 1, 1, 64, 2000, 64, 64), {}),
     "splits, padded": ((1, 2, 1, 64, 1600, 64, 64), {"padded": True}),
     "splits, lse": ((1, 1, 1, 40, 2000, 64, 64), {"return_lse": True}),
     "splits, dropout": ((1, 2, 1, 64, 1600, 64, 64), {"dropout_p": 0.25, **LOWER}),
-    "long": ((1, 1, 1, 4096, 4096, 32, 32), {"is_causal": True}),
+    "long": ((1, 1, 1, 4096, 4096, 16, 16), {"is_causal": True}),
 }
 
 

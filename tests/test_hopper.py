@@ -18,7 +18,7 @@ from test_cuda import ROOT, build, compile_gate, planted, require_nvcc
 import emulation
 import hopper
 
-SCHEDULES = [1, *slow(20)] if DEVICE == "cpu" else [1]  # the number of schedules; a GPU has its own
+SCHEDULES = [1, *slow(10)] if DEVICE == "cpu" else [1]  # the number of schedules; a GPU has its own
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_kernel_objects_share_no_code():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "cases"), [("address", 100), ("thread", 51)])
+@pytest.mark.parametrize(("variant", "cases"), [("address", 60), ("thread", 51)])
 def test_sanitizers(variant, cases):
     output = run(program(variant), cases, UBSAN_OPTIONS="print_stacktrace=1")
     assert passing(output)[-1] == "generic"
