@@ -85,10 +85,7 @@ def gradient(out, leaf):
     return torch.autograd.grad(out.square().sum(), leaf)[0]
 
 
-@pytest.mark.parametrize("case", CHANGED)
-def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backend, case):
-    """The gradient is that of the argument at the call. Autograd does not notice a change through numpy, and torch's
-    function is safe because it copies a mask. An argument made in inference mode serves too."""
+def assert_may_change(case):
     call, argument, change = CHANGED[case]
     leaf = operand(1, L, L, E)
     wanted = gradient(call(argument)(leaf), leaf)
@@ -101,6 +98,19 @@ def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backen
     with torch.inference_mode():
         made = argument.clone()
     assert torch.equal(gradient(call(made)(leaf), leaf), wanted)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_arguments_without_a_gradient_may_change_before_the_backward_pass(backend, case):
+    """The gradient is that of the argument at the call. Autograd does not notice a change through numpy, and torch's
+    function is safe because it copies a mask. An argument made in inference mode serves too."""
+    assert_may_change(case)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_arguments_of_plain_calls_may_change_before_the_backward_pass(case):
+    """No backend is forced, so a library's fast path makes the copies."""
+    assert_may_change(case)
 
 
 @pytest.mark.torch_version
