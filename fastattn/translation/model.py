@@ -231,10 +231,12 @@ class Transformer(nn.Module):
         if source.shape[0] != target.shape[0]:
             raise ValueError(f"source has {source.shape[0]} sentences but target {target.shape[0]}: they must pair up")
         sites = self._sites(seeds, source.device)
-        memory = self._encode(source, source_lengths, sites, weights)
+        self._check_tokens(source)
         self._check_tokens(target)
+        of_source, of_target = self._rows(source, target)
+        memory = self._encode(of_source, source_lengths, sites, weights)
         positions = self.target_positions(0, target.shape[1], target.device)
-        x = self._embed(self.target_embedding, positions, target, next(sites))
+        x = self._embed(of_target, positions, next(sites))
         within, across = {"key_lengths": target_lengths}, {"key_lengths": source_lengths}
         return self.decoder(x, within, memory, across, sites, weights)
 
@@ -246,20 +248,23 @@ class Transformer(nn.Module):
         """
         sites = self._sites(seeds, source.tokens.device)
 
-        def embed(side: Packed, embedding: nn.Embedding, positions: nn.Module) -> Tensor:
+        def embed(side: Packed, rows: Tensor, positions: nn.Module) -> Tensor:
             # The gradient of an embedding has the same bits on every run; the gradient of indexing has not.
-            rows = F.embedding(side.places, positions(0, side.longest, side.places.device))
-            return self._embed(embedding, rows, side.tokens, next(sites))
+            of_place = F.embedding(side.places, positions(0, side.longest, side.places.device))
+            return self._embed(rows, of_place, next(sites))
 
-        x = embed(source, self.source_embedding, self.source_positions)
+        of_source, of_target = self._rows(source.tokens, target.tokens)
+        x = embed(source, of_source, self.source_positions)
         memory = self.encoder(x, _between(source, source), sites, None)
-        x = embed(target, self.target_embedding, self.target_positions)
+        x = embed(target, of_target, self.target_positions)
         return self.decoder(x, _between(target, target), memory, _between(target, source), sites, None)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
         """Return the encoder's output (B, S, d_model) for source (B, S)."""
         source_lengths = self.lengths(source) if source_lengths is None else source_lengths
-        return self._encode(source, source_lengths, self._sites(None, source.device), None)
+        self._check_tokens(source)
+        rows = self.source_embedding(source)
+        return self._encode(rows, source_lengths, self._sites(None, source.device), None)
 
     def begin(self, source: Tensor, source_lengths: Tensor | None = None) -> DecoderState:
         """Encode source (B, S) and return the state for decoding token by token with :meth:`step`."""
@@ -287,7 +292,8 @@ class Transformer(nn.Module):
                 f"tokens has shape {tuple(tokens.shape)}, expected one for each sentence and hypothesis, "
                 f"{tuple(state.ancestry.shape[:2])}: DecoderState.select makes more"
             )
-        x = self._embed(self.target_embedding, self.target_positions(state.position, 1, tokens.device), tokens, None)
+        positions = self.target_positions(state.position, 1, tokens.device)
+        x = self._embed(self.target_embedding(tokens), positions, None)
         state.advance(tokens.shape[1])
         # The hypotheses of a sentence are the queries of one attention.
         within = {"is_causal": False, "window_size": (-1, -1), "attn_mask": state.blocked(self.config.window_size[0])}
@@ -363,17 +369,26 @@ class Transformer(nn.Module):
             raise ValueError(f"seeds has {given}, expected a tensor of shape {(self.dropout_sites, 2)}")
         return iter(seeds.unbind())
 
-    def _embed(self, embedding: nn.Embedding, positions: Tensor, tokens: Tensor, seed) -> Tensor:
-        x = embedding(tokens)
-        if self.config.scale_embeddings:
-            x = x * self.config.d_model**0.5
-        return self.embedding_dropout(x + positions.to(x.dtype), seed)
+    def _rows(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of the embeddings of source and target tokens, of shape (*tokens, d_model).
 
-    def _encode(self, source, source_lengths, sites, weights) -> Tensor:
-        self._check_tokens(source)
-        positions = self.source_positions(0, source.shape[1], source.device)
-        x = self._embed(self.source_embedding, positions, source, next(sites))
-        return self.encoder(x, {"key_lengths": source_lengths}, sites, weights)
+        If both have one embedding, they are looked up at once. The gradient then has the embedding's size once.
+        """
+        if self.source_embedding is not self.target_embedding:
+            return self.source_embedding(source), self.target_embedding(target)
+        rows = self.source_embedding(torch.cat((source.flatten(), target.flatten())))
+        of_source, of_target = rows.split((source.numel(), target.numel()))
+        return of_source.unflatten(0, source.shape), of_target.unflatten(0, target.shape)
+
+    def _embed(self, rows: Tensor, positions: Tensor, seed: Tensor | None) -> Tensor:
+        """Return scaled rows of an embedding, with positions and dropout."""
+        if self.config.scale_embeddings:
+            rows = rows * self.config.d_model**0.5
+        return self.embedding_dropout(rows + positions.to(rows.dtype), seed)
+
+    def _encode(self, rows: Tensor, lengths: Tensor, sites, weights) -> Tensor:
+        positions = self.source_positions(0, rows.shape[1], rows.device)
+        return self.encoder(self._embed(rows, positions, next(sites)), {"key_lengths": lengths}, sites, weights)
 
 
 class _Stack(nn.Module):
