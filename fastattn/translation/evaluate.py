@@ -18,8 +18,8 @@ from fastattn.translation.data import Batch
 from fastattn.translation.model import Transformer
 
 # Maximum bytes of logits at a time, and of their softmax. Each further part reads and writes the weight's gradient once
-# more.
-LOGIT_BYTES = 2**26
+# more, so few logits are one part.
+LOGIT_BYTES, FEW_LOGIT_BYTES = 2**26, 2**23
 COMPOUND = re.compile(r"(\S)-(\S)")
 
 
@@ -35,8 +35,8 @@ def smoothed_loss(
     """Compute the label-smoothed cross-entropy (section 5.4) of the logits ``linear(features, weight, bias)``.
 
     The target distribution is 1 - smoothing on the label plus smoothing / V on every piece, as in
-    ``torch.nn.functional.cross_entropy``. Logits and their softmax exist for at most half of the rows at a time, in the
-    dtype that autocast gives them. The softmax is computed in float32.
+    ``torch.nn.functional.cross_entropy``. Logits of more than 8 MB and their softmax exist for at most half of the rows
+    at a time. They have the dtype that autocast gives them. The softmax is computed in float32.
 
     Args:
         features: (N, d_model).
@@ -98,7 +98,8 @@ class _SmoothedLoss(torch.autograd.Function):
         wanted = recorded and any(ctx.needs_input_grad)
         grad_features, grad_weight, grad_bias = torch.empty_like(x) if wanted else None, None, None
         # Logits and softmax of half of the rows take no more memory than the logits of all rows.
-        rows = max(1, min(LOGIT_BYTES // (pieces * dtype.itemsize), (len(labels) + 1) // 2))
+        most, few = (size // (pieces * dtype.itemsize) for size in (LOGIT_BYTES, FEW_LOGIT_BYTES))
+        rows = max(1, min(most, max(few, (len(labels) + 1) // 2)))
         found = []
         with torch.autocast(device, enabled=False):
             for first in range(0, max(1, len(labels)), rows):
