@@ -178,7 +178,7 @@ def no_choice(*args):
     raise AssertionError("this call left the fast path")
 
 
-SEED = torch.tensor([3, 5])
+SEED, HALF = torch.tensor([3, 5]), torch.float16
 PLAIN = {
     "attention": lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0),
     "by position": lambda q, k, v: scaled_dot_product_attention(q, k, v, None, 0.0, True, -0.3),
@@ -207,6 +207,10 @@ PLAIN = {
         k, k * 2, k.new_ones(k.size(3)), None, 0.3, seed=SEED
     ),
     "two dtypes": lambda q, k, v: dropout_add_layer_norm(k, k.float() * 2),
+    "out_dtype": lambda q, k, v: dropout_add_layer_norm(k, k.float() * 2, out_dtype=torch.bfloat16),
+    "prenorm": lambda q, k, v: sum(dropout_add_layer_norm(k, k * 2, k[0, 0, 0] if k.size(2) else None, prenorm=True)),
+    "prenorm, the sum alone": lambda q, k, v: dropout_add_layer_norm(k, k.float(), prenorm=True, out_dtype=HALF)[1],
+    "prenorm, not the sum": lambda q, k, v: dropout_add_layer_norm(k, k, None, None, 0.3, prenorm=True, seed=SEED)[0],
     "dropout by itself": lambda q, k, v: dropout(v, 0.3, seed=SEED),
 }
 
@@ -446,7 +450,7 @@ OTHERWISE = {
     "scores of three dimensions": lambda t: softmax_dropout(t[0]),
     "layer_norm over two dimensions": lambda t: layer_norm(t, (5, 8)),
     "a shape that is no tuple": lambda t: layer_norm(t, [8]),
-    "the sum": lambda t: dropout_add_layer_norm(t, t, prenorm=True)[1],
+    "a residual in float64": lambda t: dropout_add_layer_norm(t, t.double(), prenorm=True)[1],
     "a wide head": lambda t: scaled_dot_product_attention(*[t.repeat(1, 1, 1, 33)] * 3),
 }
 

@@ -90,6 +90,13 @@ CALLS = {
     "residual": (
         lambda x, r, w, b: dropout_add_layer_norm(x, r, w, b, 0.3, seed=SEED), [(2, 9, 64), (2, 9, 64), (64,), (64,)],
     ),
+    "residual and sum": (
+        lambda x, r, w, b: sum(dropout_add_layer_norm(x, r, w, b, 0.3, prenorm=True, seed=SEED)),
+        [(2, 9, 64), (2, 9, 64), (64,), (64,)],
+    ),
+    "residual to 16 bits": (
+        lambda x, r: dropout_add_layer_norm(x, r.float(), out_dtype=x.dtype, seed=SEED), [(2, 9, 64), (2, 9, 64)],
+    ),
     "residual of strided rows": (
         lambda x, r: dropout_add_layer_norm(x[..., :30], r[..., 2:]), [(2, 9, 32), (2, 9, 32)],
     ),

@@ -132,12 +132,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& 
   return run_layer_norm(input, &residual, weight, bias, seed, threshold, eps, keep_sum, out_dtype);
 }
 
-// Run a whole public call, as attention_fast does.
+// Whether the normalised sum can have this dtype: the sum's, or a 16-bit one if the sum has float32.
+inline bool is_plain_out_dtype(const std::optional<ScalarType>& out_dtype, Dtype sum) {
+  if (!out_dtype) return true;
+  const bool is_half = *out_dtype == ScalarType::BFloat16 || *out_dtype == ScalarType::Half;
+  return (is_half || *out_dtype == ScalarType::Float) && (dtype_from(*out_dtype) == sum || sum == Dtype::float32);
+}
+
+// Run a whole public call, as attention_fast does. The second result is the sum, with prenorm.
 template <bool keep>
-Returned<keep, Tensor, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t>
+std::conditional_t<
+    keep, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t>,
+    std::tuple<Tensor, Tensor>>
 dropout_add_layer_norm_fast(const Tensor& input, const Tensor& residual, const std::optional<Tensor>& weight,
                             const std::optional<Tensor>& bias, const std::optional<Tensor>& seed, double dropout_p,
-                            double eps) {
+                            double eps, bool prenorm, std::optional<ScalarType> out_dtype) {
   Dtype dtype, residual_dtype;
   int64_t threshold;
   const Device device = device_of(input);
@@ -145,13 +154,17 @@ dropout_add_layer_norm_fast(const Tensor& input, const Tensor& residual, const s
   if (!have_one_shape(input, residual) || !is_plain_dropout(dropout_p, seed, device, &threshold)) return {};
   const int64_t columns = input.size(-1);
   if (!is_plain_parameter(weight, device, columns) || !is_plain_parameter(bias, device, columns)) return {};
+  const Dtype sum_dtype = dtype == residual_dtype ? dtype : Dtype::float32;
+  if (!is_plain_out_dtype(out_dtype, sum_dtype)) return {};
+  const bool keep_sum = keep || prenorm || (out_dtype && dtype_from(*out_dtype) != sum_dtype);
   const std::optional<Tensor> own_seed = seed_of(seed, device, threshold, keep);
   auto [out, sum, mean, rstd] =
-      run_layer_norm(input, &residual, weight, bias, own_seed, threshold, eps, keep, std::nullopt);
+      run_layer_norm(input, &residual, weight, bias, own_seed, threshold, eps, keep_sum, out_dtype);
+  const Tensor returned = prenorm ? sum : Tensor();
   if constexpr (keep)
-    return {out, sum, mean, rstd, weight, own_seed, threshold};
+    return {out, returned, sum, mean, rstd, weight, own_seed, threshold};
   else
-    return {out};
+    return {out, returned};
 }
 
 // Return a parameter's gradient (columns), uninitialised, in the dtype given. Without a dtype it is empty.

@@ -35,21 +35,26 @@ inline std::string& operation_names() {
   }
 
 // Registers a fast path: a template over whether to return what the backward pass reads. `NAME_fast` returns the
-// result, `NAME_fast_saving` that too.
+// results, `NAME_fast_saving` that too.
 #define FASTATTN_FAST_PATH(name)                                                                                  \
   STABLE_TORCH_LIBRARY_IMPL(FASTATTN_LIBRARY, CompositeExplicitAutograd, m) {                                     \
-    m.impl(#name "_fast", TORCH_BOX(&FirstOf<&name##_fast<false>>::call));                                        \
+    m.impl(#name "_fast", TORCH_BOX(&Unpacked<&name##_fast<false>>::call));                                       \
     m.impl(#name "_fast_saving", TORCH_BOX(&name##_fast<true>));                                                  \
     operation_names() += std::string(operation_names().empty() ? "" : ",") + #name "_fast," #name "_fast_saving"; \
   }
 
-// The function with the arguments of `function`, which returns its first result.
+// A function that returns what `function` returns, but not in a tuple of one.
 template <auto function>
-struct FirstOf;
+struct Unpacked;
 
 template <class... Results, class... Arguments, std::tuple<Results...> (*function)(Arguments...)>
-struct FirstOf<function> {
-  static auto call(Arguments... arguments) { return std::get<0>(function(arguments...)); }
+struct Unpacked<function> {
+  static auto call(Arguments... arguments) {
+    if constexpr (sizeof...(Results) == 1)
+      return std::get<0>(function(arguments...));
+    else
+      return function(arguments...);
+  }
 };
 
 namespace {

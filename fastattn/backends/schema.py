@@ -227,9 +227,9 @@ _STEMS: dict[str, dict[str, tuple[Any, str]]] = {
     "dropout": {"dropout": (DropoutArgs, "out"), "dropout_mask": (DropoutMaskArgs, "mask")},
 }
 # Compiled fast paths (ops/register.py), by operation: the settings of the public function, which follow the record's
-# tensors. `NAME_fast` returns the first result, `attention_fast_usual` that of a call whose other arguments are the
-# defaults: each argument takes 0.1 to 0.2 us, a small call 3.
-# `NAME_fast_saving` returns the first result, then what its backward function reads of the call (`read_by_backward`).
+# tensors. `NAME_fast` returns the results that the public function can return (RETURNED, else the first one),
+# `attention_fast_usual` that of a call whose other arguments are the defaults: each argument takes 0.1 to 0.2 us, a
+# small call 3. `NAME_fast_saving` returns them, then what its backward function reads of the call (`read_by_backward`).
 # What the caller may change meanwhile (bool masks, lengths, offsets, the seed) is a copy.
 _FAST_PATHS = {
     "attention": (
@@ -242,9 +242,10 @@ _FAST_PATHS = {
     ),
     "softmax_dropout": "float dropout_p=0.0, bool is_causal=False, float scale=1.0",
     "layer_norm": "int columns, float eps=1e-05",
-    "dropout_add_layer_norm": "float dropout_p=0.0, float eps=1e-05",
+    "dropout_add_layer_norm": ("float dropout_p=0.0, float eps=1e-05, bool prenorm=False, ScalarType? out_dtype=None"),
     "dropout": "float dropout_p",
 }
+RETURNED = {"dropout_add_layer_norm": 2}  # The sum is None without prenorm.
 _TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
@@ -328,9 +329,10 @@ def _fast_schemas(name: str, settings: str) -> dict[str, str]:
     backward = f"{name}_backward" if f"{name}_backward" in RECORDS else name
     read = [f"{kind.replace('SymInt', 'int')} {label}" for label, kind in read_by_backward(name, backward)]
     given = f"({', '.join(tensors)}, {settings})"
+    results = [f"Tensor returned_{label}" for label in RESULTS[name][: RETURNED.get(name, 1)]]
     return {
-        f"{name}_fast": f"{name}_fast{given} -> Tensor",
-        f"{name}_fast_saving": f"{name}_fast_saving{given} -> ({', '.join(['Tensor result', *read])})",
+        f"{name}_fast": f"{name}_fast{given} -> ({', '.join(results)})",
+        f"{name}_fast_saving": f"{name}_fast_saving{given} -> ({', '.join([*results, *read])})",
     }
 
 

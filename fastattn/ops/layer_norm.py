@@ -164,10 +164,9 @@ def dropout_add_layer_norm(
         >>> out.dtype, residual.dtype
         (torch.float32, torch.float32)
     """
-    if prenorm is False and out_dtype is None:
-        out = _plain_residual(input, residual, weight, bias, seed, dropout_p, eps)
-        if out is not None:
-            return out
+    found = _plain_residual(input, residual, weight, bias, seed, dropout_p, eps, prenorm, out_dtype)
+    if found is not None and found[0] is not None:
+        return found if prenorm else found[0]
     name = "dropout_add_layer_norm"
     check.flag(name, "prenorm", prenorm)
     check.operand(name, "input", input)

@@ -33,6 +33,7 @@ from fastattn.backends.common import is_recorded
 from fastattn.backends.schema import (
     RECORDS,
     RESULTS,
+    RETURNED,
     SCHEMAS,
     TENSORS,
     AnyArgs,
@@ -317,6 +318,7 @@ _TYPES = {
     "float?": frozenset((float, type(None))),
     "int": frozenset((int,)),
     "bool": frozenset((bool,)),
+    "ScalarType?": frozenset((torch.dtype, type(None))),
 }
 
 
@@ -328,8 +330,8 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
     """Return a function for plain calls: one call of compiled code, with autograd's node if a gradient is needed.
 
     It takes the record's tensors and the settings of the operation's ``NAME_fast`` in the schema; the last ones may be
-    left out. It returns the result. For a call that is not plain it returns None; the public function then serves the
-    call, or raises the error. docs/design.md says what is plain.
+    left out. It returns that function's results. For a call that is not plain it returns None, or None for each result;
+    the public function then serves the call, or raises the error. docs/design.md says what is plain.
 
     Args:
         name: name of the operation.
@@ -435,13 +437,13 @@ def _of_four_dimensions(mask: Tensor) -> Tensor:
 def _plain_apply(name: str, backend: str) -> Callable[..., Any]:
     """Return the ``apply`` of a function of autograd whose inputs are the arguments of a fast path on this backend.
 
-    It returns the result, or None for a call that is not plain.
+    It returns what the fast path returns.
     """
-    function, tensors = OPS[name].function, TENSORS[RECORDS[name]]
+    function, tensors, returned = OPS[name].function, TENSORS[RECORDS[name]], RETURNED.get(name, 1)
     functions = TABLE[backend].compiled()
     compiled, differentiate = functions[f"{name}_fast_saving"], functions[function.derivative].operation
     is_hooked = TABLE[backend].hooks() if backend == "triton" else bool
-    absent = (None,) * (function.count - 1)
+    absent = (None,) * (function.count - returned)
 
     class Plain(function):  # type: ignore[misc, valid-type]  # mypy requires a base known before the program runs
         @staticmethod
@@ -454,26 +456,28 @@ def _plain_apply(name: str, backend: str) -> Callable[..., Any]:
             except RuntimeError:
                 return None
             if found[0] is not None:
-                function.keep(ctx, values, found[1:])
-            return found[0]
+                function.keep(ctx, values, found[returned:])
+            return found[0] if returned == 1 else found[:returned]
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor | None) -> Any:
-            if (
-                type(grad) is not Tensor
-                or grad.is_sparse
-                or torch.is_grad_enabled()
-                or is_observed()
-                or is_batched_gradient(grad)
-                or is_hooked()
-            ):
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            if torch.is_grad_enabled() or is_observed() or is_hooked() or not _are_plain_gradients(*grads):
                 ctx.backend = backend
-                return function.backward(ctx, grad)
+                return function.backward(ctx, *grads)
             saved = ctx.saved_tensors  # once: hooks may refuse to unpack them again
             try:
-                found = differentiate(grad, *absent, *saved, *ctx.settings)
+                found = differentiate(*grads, *absent, *saved, *ctx.settings)
             except RuntimeError:  # the usual backward pass has other kernels, and words the errors
-                found = OPS[function.derivative].on(backend, (grad, *absent, *saved, *ctx.settings))
+                found = OPS[function.derivative].on(backend, (*grads, *absent, *saved, *ctx.settings))
             return function.selected(ctx, found)
 
     return bind_apply(_named(Plain, name))
+
+
+def _are_plain_gradients(first: Tensor | None, *others: Tensor | None) -> bool:
+    """Return whether a library takes these gradients: ordinary tensors, or None for one behind the first."""
+    return _is_plain_gradient(first) and (not others or all(g is None or _is_plain_gradient(g) for g in others))
+
+
+def _is_plain_gradient(grad: Tensor | None) -> bool:
+    return type(grad) is Tensor and not grad.is_sparse and not is_batched_gradient(grad)
