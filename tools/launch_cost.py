@@ -5,11 +5,11 @@ checks, allocations, autograd and the launcher. They do not cover the driver's l
 instead of CUDA's. The backend functions in Python, which serve other calls, are timed too.
 
 Forward passes are compared with ``F.layer_norm`` of one element, both passes with an ``autograd.Function`` that does
-nothing and has as many gradients. All take turns; each time is the least of many samples, in microseconds.
+nothing and has as many gradients. All take turns; each time is the least of many samples, in microseconds. It prints
+the table of docs/gpu.md, with ratios in brackets.
 """
 
 import argparse
-import json
 import tempfile
 import time
 
@@ -29,6 +29,7 @@ def operands(*shapes):
     return [torch.randn(shape).to(HALF).requires_grad_() for shape in shapes]
 
 
+SEED = torch.tensor([3, 5])  # of a call in a model, which draws the seeds of all its calls at once
 OFFSETS = torch.tensor([0, 32, 64])
 PADDING = torch.arange(32).view(1, 1, 1, 32) < torch.tensor([32, 20]).view(2, 1, 1, 1)
 CALLS = {
@@ -38,10 +39,18 @@ CALLS = {
         lambda x, r, w, b: fastattn.dropout_add_layer_norm(x, r, w, b, 0.1),
         [(4, 512), (4, 512), (512,), (512,)],
     ),
+    "dropout_add_layer_norm, prenorm": (
+        lambda x, r, w, b: fastattn.dropout_add_layer_norm(x, r, w, b, 0.1, prenorm=True)[0],
+        [(4, 512), (4, 512), (512,), (512,)],
+    ),
     "softmax_dropout": (lambda x: fastattn.softmax_dropout(x, 0.1), [(1, 1, 4, 512)]),
     "attention": (fastattn.scaled_dot_product_attention, [(2, 8, 32, 64)] * 3),
     "attention, causal, dropout": (
         lambda q, k, v: fastattn.scaled_dot_product_attention(q, k, v, None, 0.1, True),
+        [(2, 8, 32, 64)] * 3,
+    ),
+    "attention, causal, dropout, seed": (
+        lambda q, k, v: fastattn.scaled_dot_product_attention(q, k, v, None, 0.1, True, seed=SEED),
         [(2, 8, 32, 64)] * 3,
     ),
     "attention, padding by mask": (
@@ -50,6 +59,10 @@ CALLS = {
     ),
     "varlen_attn, dropout": (
         lambda q, k, v: fastattn.varlen_attn(q, k, v, OFFSETS, OFFSETS, 32, 32, dropout_p=0.1),
+        [(64, 8, 64)] * 3,
+    ),
+    "varlen_attn, dropout, seed": (
+        lambda q, k, v: fastattn.varlen_attn(q, k, v, OFFSETS, OFFSETS, 32, 32, dropout_p=0.1, seed=SEED),
         [(64, 8, 64)] * 3,
     ),
 }
@@ -86,6 +99,7 @@ def least(calls, samples, repeats):
 
 
 def measure(samples, repeats):
+    """Return the cells of each call's row: forward and both passes."""
     one = torch.randn(1, 1), torch.ones(1), torch.zeros(1)
     forward = {"F.layer_norm": lambda: F.layer_norm(one[0], (1,), *one[1:])}
     both = {}
@@ -98,16 +112,13 @@ def measure(samples, repeats):
         grads = [torch.randn(1, requires_grad=True) for _ in tensors]
         both[f"bare, {len(tensors)}"] = both_passes(Bare.apply, grads, torch.randn(1))
     forward, both = least(forward, samples, repeats), least(both, samples, repeats)
-    found = {}
-    for name, (_, shapes) in CALLS.items():
-        bare = both[f"bare, {len(shapes)}"]
-        found[name] = {
-            "forward": round(forward[name], 1),
-            "of F.layer_norm": round(forward[name] / forward["F.layer_norm"], 2),
-            "both passes": round(both[name], 1),
-            "of a bare node": round(both[name] / bare, 2),
-        }
-    return found
+    return {
+        name: (
+            f"{forward[name]:.1f} ({forward[name] / forward['F.layer_norm']:.1f})",
+            f"{both[name]:.0f} ({both[name] / both[f'bare, {len(shapes)}']:.1f})",
+        )
+        for name, (_, shapes) in CALLS.items()
+    }
 
 
 def main():
@@ -127,7 +138,11 @@ def main():
         backend.DEVICE = "cpu"
         with fastattn.backend("triton"):
             python = measure(options.samples, options.repeats)
-    print(json.dumps({"triton": triton.__version__, "launcher": compiled, "python": python}, indent=1))
+    print(f"torch {torch.__version__}, triton {triton.__version__}\n")
+    print("| call, bfloat16 | forward, Python | launcher | both passes, Python | launcher |")
+    print("| --- | --- | --- | --- | --- |")
+    for name in CALLS:
+        print(f"| {name} | {python[name][0]} | {compiled[name][0]} | {python[name][1]} | {compiled[name][1]} |")
 
 
 if __name__ == "__main__":
