@@ -518,6 +518,19 @@ def test_settings_of_malloc_in_the_environment_go_first(given, expected, monkeyp
     assert called == expected
 
 
+@pytest.mark.torch_version
+def test_the_loss_of_an_update_compiles_whole(text):
+    """Compiled without a graph break, the loss of a packed batch and its gradients are the eager ones."""
+    trainer = Trainer(small_model(), text, TrainingConfig(batch_tokens=300, precision="fp32"))
+    batch, seeds = text.batch(torch.arange(6)), dropout_seeds(1, 1, 0, trainer.model.dropout_sites)
+    parameters = list(trainer.model.parameters())
+    found = []
+    for loss in (trainer.loss, torch.compile(trainer.loss, fullgraph=True, backend="aot_eager")):
+        values = loss(batch, seeds)
+        found.append((*values, *torch.autograd.grad(values[0], parameters)))
+    torch.testing.assert_close(*found)
+
+
 def test_the_schedule_is_the_papers(text):
     """The rate of formula 3, with warm-up 4000 and d_model 512, peaks at 6.99e-4."""
     config = TransformerConfig.preset("base", 200, encoder_layers=1, decoder_layers=1)
