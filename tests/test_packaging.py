@@ -556,17 +556,6 @@ def test_pure_wheel(checkout, tmp_path):
     assert [str(requirement) for requirement in required if requirement.name == "torch"] == ["torch"]
 
 
-@pytest.mark.slow
-def test_wheel_of_a_build(checkout, tmp_path):
-    """One wheel serves every Python, and holds the library."""
-    wheel = call_hook(checkout, "build_wheel", tmp_path, FASTATTN_BUILD="1")
-    assert re.fullmatch(r"fastattn-[^-]+-py3-none-linux_(x86_64|aarch64)\.whl", wheel.name)
-    assert wheel.stat().st_size < 16e6  # 9 MB of them are the corpus and the model
-    with zipfile.ZipFile(wheel) as archive:
-        assert {"fastattn/_cpu.so", "fastattn/_triton.so"} <= set(archive.namelist())
-        assert json.loads(archive.read("fastattn/_build.json"))["cpu"]["instruction_sets"]
-
-
 # Installation by pip
 
 
@@ -600,9 +589,12 @@ def new_environment(path: Path, system_site_packages: bool = False) -> Path:
     return path / "bin/python"
 
 
-def pip_install(python: Path, *arguments: str, cwd: Path, **environment: str) -> str:
-    command = [sys.executable, "-m", "pip", "--python", python, "install", *arguments]
-    return run(*command, cwd=cwd, env={**os.environ, **environment})
+def pip(python: Path, *arguments: object, cwd: Path, **environment: str) -> str:
+    return run(sys.executable, "-m", "pip", "--python", python, *arguments, cwd=cwd, env={**os.environ, **environment})
+
+
+def pip_install(python: Path, *arguments: object, cwd: Path, **environment: str) -> str:
+    return pip(python, "install", *arguments, cwd=cwd, **environment)
 
 
 COMPUTES = """
@@ -623,6 +615,9 @@ print(report())
 REPORT = "from fastattn.info import report; print(report())"
 
 
+SMALL = {"FASTATTN_BUILD": "1", "FASTATTN_CPU_BUILD": "generic"}  # a build of one instruction set
+
+
 def describe(python: Path, program: str = REPORT, **environment: str) -> str:
     """Return `fastattn info` of an environment, or the output of ``program``, run outside the checkout."""
     return run(python, "-c", program, cwd=python.parent, env={**os.environ, **environment, "PYTHONPATH": ""})
@@ -631,17 +626,24 @@ def describe(python: Path, program: str = REPORT, **environment: str) -> str:
 @pytest.fixture
 def clean(checkout, monkeypatch):
     """Return the copied checkout, and unset the variables that change what pip does with it."""
-    monkeypatch.delenv("FASTATTN_BUILD", raising=False)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for name in ("FASTATTN_BUILD", "FASTATTN_CPU_BUILD", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
     return checkout
 
 
 @pytest.mark.slow
 def test_pip_install_in_a_plain_environment(clean, tmp_path):
-    """Installed from its sdist with the extra `train`, the package has all that README's commands need, such as the one
-    that translates."""
+    """The wheel that pip builds from an sdist serves every Python, and holds the libraries. Installed with the extra
+    `train`, it has all that README's commands need, such as the one that translates."""
     python, sdist = new_environment(tmp_path / "env"), call_hook(clean, "build_sdist", tmp_path)
-    assert "Collecting torch" not in pip_install(python, f"{sdist}[train]", cwd=tmp_path, FASTATTN_BUILD="1")
+    pip(python, "wheel", "--no-deps", sdist, cwd=tmp_path, FASTATTN_BUILD="1")
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"fastattn-[^-]+-py3-none-linux_(x86_64|aarch64)\.whl", wheel.name)
+    assert wheel.stat().st_size < 16e6  # 9 MB of them are the corpus and the model
+    with zipfile.ZipFile(wheel) as archive:
+        assert {"fastattn/_cpu.so", "fastattn/_triton.so"} <= set(archive.namelist())
+        assert json.loads(archive.read("fastattn/_build.json"))["cpu"]["instruction_sets"]
+    assert "Collecting torch" not in pip_install(python, f"{wheel}[train]", cwd=tmp_path)
     assert "with the headers of torch " in describe(python, COMPUTES)
     translated = run(python.with_name("fastattn"), "translate", input="God is good.\n", cwd=tmp_path)
     assert "Dios" in translated
@@ -661,7 +663,7 @@ def test_a_program_beside_an_editable_clone_imports_the_package(clean, tmp_path)
 def test_editable_install_without_isolation(clean, tmp_path):
     python = new_environment(tmp_path / "env")
     pip_install(python, "setuptools>=77", "ninja", cwd=clean)
-    pip_install(python, "--no-build-isolation", "-e", ".", cwd=clean, FASTATTN_BUILD="1")
+    pip_install(python, "--no-build-isolation", "-e", ".", cwd=clean, **SMALL)
     text = describe(python)
     assert "with the headers of torch " in text
     assert str(clean / "fastattn") in text
@@ -672,7 +674,7 @@ def test_editable_install_without_isolation(clean, tmp_path):
 def test_a_build_without_this_machines_instruction_set_warns_once(clean, tmp_path):
     """The warning and `fastattn info` name the set. Results are right all the same."""
     python, best = new_environment(tmp_path / "env"), machine_isas()[0]
-    wheel = call_hook(clean, "build_wheel", tmp_path, FASTATTN_BUILD="1", FASTATTN_CPU_BUILD="generic")
+    wheel = call_hook(clean, "build_wheel", tmp_path, **SMALL)
     pip_install(python, "--no-deps", str(wheel), cwd=tmp_path)
     done = subprocess.run([python, "-c", COMPUTES], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -685,7 +687,7 @@ def test_pip_install_with_system_site_packages(clean, tmp_path):
     """The build finds a torch that is not in the environment itself, but in a place that the environment sees."""
     python, user = new_environment(tmp_path / "env", system_site_packages=True), tmp_path / "user"
     link_torch(user / LIBRARIES)
-    output = pip_install(python, ".", cwd=clean, FASTATTN_BUILD="1", PYTHONUSERBASE=str(user))
+    output = pip_install(python, ".", cwd=clean, **SMALL, PYTHONUSERBASE=str(user))
     assert "Collecting torch" not in output
     assert "with the headers of torch " in describe(python, PYTHONUSERBASE=str(user))
 
