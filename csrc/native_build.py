@@ -181,7 +181,7 @@ def torch_for_building() -> Path:
         raise BuildError("torch {}.{} is older than {}.{}".format(*version, *OLDEST_TORCH))
     if not (torch / "include/torch/csrc/stable").is_dir():
         raise BuildError(f"{torch} has no headers")
-    return torch
+    return torch.resolve()  # environments may share a torch by links; ccache finds the objects of others
 
 
 def kernel_objects(flags: str, sets: dict[str, str]) -> list[tuple[str, Path, str]]:
@@ -232,8 +232,9 @@ def run_ninja(
     ]
     for name, source, flags in objects:
         rule = "compile_cuda" if nvcc and source.suffix == ".cu" else "compile"
-        place = os.path.relpath(source, directory)  # equal in every checkout, so that ccache finds the objects
-        lines += [f"build {name}: {rule} {_escape(place)}", f"  flags = {flags}"]
+        # Relative paths are equal in every checkout, so that ccache finds the objects.
+        place, csrc = os.path.relpath(source, directory), os.path.relpath(ROOT / "csrc", directory)
+        lines += [f"build {name}: {rule} {_escape(place)}", f"  flags = {flags.replace(str(ROOT / 'csrc'), csrc)}"]
     lines += [f"build {target}: link {' '.join(name for name, _, _ in objects)}", f"  flags = {link_flags}"]
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
     output = ""

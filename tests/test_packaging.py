@@ -211,7 +211,9 @@ def test_checkouts_build_from_the_same_lines(tmp_path, monkeypatch):
     for checkout in (tmp_path / "a", tmp_path / "elsewhere/b"):
         checkout.mkdir(parents=True)
         (checkout / "1.c").touch()
-        native_build.run_ninja(checkout / "build", [("1.o", checkout / "1.c", "")], "library", "")
+        monkeypatch.setattr(native_build, "ROOT", checkout)
+        included = native_build.include_options([checkout / "csrc/2.c"])
+        native_build.run_ninja(checkout / "build", [("1.o", checkout / "1.c", included)], "library", "")
         built.append((checkout / "build/build.ninja").read_text())
     assert built[0] == built[1]
 
