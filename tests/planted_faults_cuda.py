@@ -1,11 +1,10 @@
 """Compare one operation of an emulated CUDA library with the reference, several times, in different orders of threads.
 
-Arguments: LIBRARY OPERATION. This is a program of its own, because a process can hold only one such library. It ends
-with an error if the results differ or the emulation finds a fault.
+It runs in a process of its own (preloaded.py), because a process can hold only one such library. It raises if the
+results differ or the emulation finds a fault.
 """
 
 import functools
-import sys
 
 import torch
 from oracle import gradients
@@ -45,8 +44,7 @@ def attention():
             yield functools.partial(fastattn.scaled_dot_product_attention, **options), [query, key, value]
 
 
-def main():
-    path, operation = sys.argv[1:]
+def main(path, operation):
     loaded = load(path)
     run = gradients if operation != "attention" else lambda function, operands: function(*operands)
     torch.set_num_threads(1)
@@ -58,7 +56,3 @@ def main():
                 ours, wanted = (fastattn.backend(name)(run)(*problem) for name in ("cuda", "reference"))
                 # Float32 sums in another order differ by some 1e-6; a fault changes whole elements.
                 torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
 """Run a test kernel of an emulated library that may have a planted fault in several schedules, and say what each found.
 
-Arguments: LIBRARY KERNEL SCHEDULES. This is a program of its own, because a fault may end the process.
+It runs in a process of its own (preloaded.py), because a fault may end the process.
 """
 
 import ctypes
-import sys
 
 import torch
 
@@ -16,11 +15,11 @@ PROBLEMS = {
 }
 
 
-def main():
-    library, kernel, schedules = ctypes.CDLL(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def main(path, kernel, schedules):
+    library = ctypes.CDLL(path)
     library.seed_order.argtypes = [ctypes.c_uint64]
     torch.set_num_threads(1)
-    for seed in range(schedules):
+    for seed in range(int(schedules)):
         library.seed_order(seed)
         try:
             PROBLEMS[kernel](library)
@@ -28,7 +27,3 @@ def main():
             print(f"schedule {seed}: {error}".replace("\n", " "))
         else:
             print(f"schedule {seed}: as expected")
-
-
-if __name__ == "__main__":
-    main()

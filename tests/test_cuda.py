@@ -1,7 +1,6 @@
 """Tests of only the cuda backend: faults that its emulation must find, selection, and the machine code from nvcc."""
 
 import functools
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import DEVICE, REQUIRED, require
+from preloaded import forks
 from test_backends import CALLS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -101,10 +101,16 @@ def test_planted_faults_are_still_possible(name):
     planted(ROOT / "csrc/cuda" / file, *fault)
 
 
+@pytest.fixture(scope="module")
+def compared():
+    with forks("planted_faults_cuda") as call:
+        yield call
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_emulation_finds_planted_faults(name, tmp_path):
+def test_the_emulation_finds_planted_faults(compared, name, tmp_path):
     require("cuda")
     operation, file, *fault, found = FAULTS[name]
     for folder in ("cuda", "common"):
@@ -113,11 +119,9 @@ def test_the_emulation_finds_planted_faults(name, tmp_path):
     if fault[0]:
         path.write_text(planted(path, *fault))
     library = build.build_emulated(tmp_path / f"cuda/{operation}.cu")
-    program = [sys.executable, ROOT / "tests/planted_faults_cuda.py", library, operation]
-    tested = os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parent.parent)}
-    done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=tested)
-    assert (done.returncode == 0) == (found is None), done.stdout
-    assert found is None or re.search(found, done.stdout), done.stdout
+    status, output = compared(library, operation)
+    assert (status == 0) == (found is None), output
+    assert found is None or re.search(found, output), output
 
 
 @pytest.mark.slow

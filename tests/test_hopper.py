@@ -5,14 +5,13 @@ Without a GPU the kernels of csrc/tests/hopper and attention's for Hopper are em
 import functools
 import re
 import shutil
-import subprocess
-import sys
 import time
 
 import oracle
 import pytest
 import torch
 from conftest import DEVICE, require, slow
+from preloaded import forks
 from test_cuda import ROOT, build, compile_gate, planted, require_nvcc
 
 import emulation
@@ -345,10 +344,16 @@ ONE_HEAD_SIZE = (
 SOURCES = {"forward": "cuda/attention_hopper.cu", "backward": "cuda/attention_hopper_backward.cu"}
 
 
+@pytest.fixture(scope="module")
+def schedules_of():
+    with forks("planted_faults_hopper") as call:
+        yield call
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="for the emulation")
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found(name, tmp_path):
+def test_planted_faults_are_found(schedules_of, name, tmp_path):
     """Each of five schedules finds the fault, or one of 20 if only some orders of the blocks show it."""
     require("cuda")
     kernel, *fault, found = FAULTS[name]
@@ -360,9 +365,9 @@ def test_planted_faults_are_found(name, tmp_path):
     (tmp_path / HEADER).write_text(planted(tmp_path / HEADER, *ONE_HEAD_SIZE))
     library = build.build_emulated(path)
     schedules = 20 if name in BY_CHANCE else 5
-    program = [sys.executable, ROOT / "tests/planted_faults_hopper.py", library, kernel, str(schedules)]
-    lines = subprocess.run(program, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
-    assert len(lines) == schedules
+    _, output = schedules_of(library, kernel, schedules)
+    lines = [line for line in output.splitlines() if line.startswith("schedule ")]
+    assert len(lines) == schedules, output
     others = [line for line in lines if not re.search(found, line)]
     if name in BY_CHANCE:
         assert len(others) < schedules

@@ -199,10 +199,10 @@ def compile_hopper(source: Path, directory: Path = ROOT / "build/compile_gate") 
     Raises:
         native_build.BuildError: The file does not compile.
     """
-    target = directory / f"hopper.{source.stem}.o"
+    target = directory / f"{source.stem}.fatbin"
     directory.mkdir(parents=True, exist_ok=True)
     flags = shlex.split(native_build.cuda_flags([HOPPER]))
-    command = [native_build.nvcc()[0], *flags, "-Xptxas=-v", "-c", source, "-o", target]
+    command = [native_build.nvcc()[0], *flags, "-Xptxas=-v", "-fatbin", source, "-o", target]  # without host code
     done = subprocess.run(command, capture_output=True, text=True)
     output = done.stdout + done.stderr
     if done.returncode:
