@@ -438,21 +438,34 @@ def operands(count, shape):
     return (torch.randn(shape, generator=generator).bfloat16() for _ in range(count))
 
 
-def forward(library, head_dim, length, lengths=None, **options):
-    """Run the forward pass and check it. Return its results. Keys and values beyond the lengths are NaN."""
-    lengths = lengths or [length, length]
-    query, key, value = operands(3, (len(lengths), length, head_dim))
+def run_exact(dtype, operands, grad, lengths, options):
+    """Return (out, lse, the gradients if ``grad`` is given) of (matrices, length, head_dim), computed in a dtype."""
+    leaves = [tensor[:, None].to(dtype).requires_grad_(grad is not None) for tensor in operands]
+    seed, key_lengths = torch.tensor(SEED), torch.tensor(lengths)
+    out, lse, _ = oracle.attention(*leaves, seed=seed, key_lengths=key_lengths, dtype=dtype, **dict(options))
+    grads = () if grad is None else torch.autograd.grad(out, leaves, grad[:, None].to(dtype))
+    return out.detach(), lse.detach(), grads
+
+
+@functools.lru_cache(2)  # many schedules have the same problem
+def problem(head_dim, length, lengths, has_grad, options):
+    """Return the operands, of which keys and values beyond the lengths are NaN, the gradient of the output or None, and
+    ``run_exact``'s results by dtype."""
+    query, key, value, *grad = operands(3 + has_grad, (len(lengths), length, head_dim))
+    grad = grad[0] if has_grad else None
     for matrix, count in enumerate(lengths):
         key[matrix, count:] = value[matrix, count:] = torch.nan
-    out, lse = run_forward(library, query, key, value, lengths, **options)
-    options = {name: option for name, option in options.items() if name != "blocks"}
+    given = query, key, value
+    dtypes = torch.float64, torch.bfloat16, torch.float32
+    return given, grad, {dtype: run_exact(dtype, given, grad, lengths, options) for dtype in dtypes}
 
-    def exact(dtype):
-        batch = (tensor[:, None] for tensor in (query, key, value))  # (matrices, 1, length, head_dim)
-        seed, key_lengths = torch.tensor(SEED), torch.tensor(lengths)
-        return oracle.attention(*batch, seed=seed, key_lengths=key_lengths, dtype=dtype, **options)
 
-    wanted, peer, wide_peer = exact(torch.float64), exact(torch.bfloat16), exact(torch.float32)
+def forward(library, head_dim, length, lengths=None, *, blocks=None, **options):
+    """Run the forward pass and check it. Return its results. Keys and values beyond the lengths are NaN."""
+    lengths = tuple(lengths or [length, length])
+    given, _, exact = problem(head_dim, length, lengths, False, tuple(options.items()))
+    out, lse = run_forward(library, *given, lengths, blocks=blocks, **options)
+    wanted, peer, wide_peer = exact[torch.float64], exact[torch.bfloat16], exact[torch.float32]
     oracle.assert_accurate(out[:, None], wanted[0], peer[0], "out")
     oracle.assert_accurate(lse[:, None], wanted[1], wide_peer[1], "lse")
     return out, lse
@@ -460,21 +473,12 @@ def forward(library, head_dim, length, lengths=None, **options):
 
 def backward(library, head_dim, length, lengths=None, **options):
     """Run the backward pass and check it. Return its results. Keys and values beyond the lengths are NaN."""
-    lengths = lengths or [length, length]
-    query, key, value, grad = operands(4, (len(lengths), length, head_dim))
-    for matrix, count in enumerate(lengths):
-        key[matrix, count:] = value[matrix, count:] = torch.nan
-
-    def exact(dtype):
-        leaves = [tensor[:, None].to(dtype).requires_grad_() for tensor in (query, key, value)]
-        seed, key_lengths = torch.tensor(SEED), torch.tensor(lengths)
-        out, lse, _ = oracle.attention(*leaves, seed=seed, key_lengths=key_lengths, dtype=dtype, **options)
-        return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, grad[:, None].to(dtype))
-
-    (out, lse, wanted), peer = exact(torch.float64), exact(torch.bfloat16)[2]
+    lengths = tuple(lengths or [length, length])
+    given, grad, exact = problem(head_dim, length, lengths, True, tuple(options.items()))
+    (out, lse, wanted), peer = exact[torch.float64], exact[torch.bfloat16][2]
     sees = lse[:, 0] > -math.inf
     stats = torch.stack([lse[:, 0].where(sees, torch.zeros(())), sees.double()]).float()
-    found = run_backward(library, query, key, value, out[:, 0].bfloat16(), grad, stats, lengths, **options)
+    found = run_backward(library, *given, out[:, 0].bfloat16(), grad, stats, lengths, **options)
     for name, got, want, other in zip(("query", "key", "value"), found, wanted, peer, strict=True):
         oracle.assert_accurate(got[:, None], want, other, f"gradient of {name}")
     return found
