@@ -4,6 +4,7 @@ This is a program of its own, because Triton must not interpret here.
 """
 
 import dataclasses
+import functools
 import json
 
 import triton
@@ -85,10 +86,22 @@ def faults(*arguments, **options):
     return report(*arguments, **options).faults()
 
 
+@functools.cache
+def few_instructions():
+    """Return the report of a kernel, to be changed."""
+    return report(narrow, {"a": "*fp32", "out": "*fp32", "row": "i32", "stride": "i32"}, {})
+
+
+@functools.cache
+def of_products():
+    """Return the report of a kernel with products of 16 bits, to be changed."""
+    return report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
+
+
 def compared(conversions):
     """Return the faults of a kernel with so many layout conversions, compared with one without dropout and without
     conversions."""
-    plain = report(sound, {"a": "*fp16", "out": "*fp32", "size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
+    plain = of_products()
     plain = dataclasses.replace(plain, variant=(*plain.variant, ("dropout", "None")))
     variant = *plain.variant[:-1], ("dropout.seed", "*i64")
     dropping = dataclasses.replace(plain, variant=variant, conversions=conversions)
@@ -97,7 +110,7 @@ def compared(conversions):
 
 def aligned_rows(narrow_accesses, wide_accesses=0.5):
     """Return the report of a kernel with aligned rows and these numbers of narrow and shares of 128-bit accesses."""
-    plain = report(narrow, {"a": "*fp32", "out": "*fp32", "row": "i32", "stride": "i32"}, {})
+    plain = few_instructions()
     variant = ("ALIGNED", "True"), ("BLOCK_M", "2")
     found = {"narrow_accesses": narrow_accesses, "wide_accesses": wide_accesses, "narrow_offsets": ()}
     return dataclasses.replace(plain, variant=variant, **found)
@@ -105,7 +118,7 @@ def aligned_rows(narrow_accesses, wide_accesses=0.5):
 
 def usual_loop(capability=90, kernel="forward_kernel", **found):
     """Return the faults of a loop of attention's usual calls whose report has the values ``found``."""
-    sound = report(narrow, {"a": "*fp32", "out": "*fp32", "row": "i32", "stride": "i32"}, {})
+    sound = few_instructions()
     sizes = {"BLOCK_D": 128, "BLOCK_DV": 128, "BLOCK_M": 128, "BLOCK_N": 64, "ALIGNMENT": 8, "EVEN": True}
     variant = *((name, str(value)) for name, value in sizes.items()), ("problem.mask", "None")
     kept = {"variant": (*variant, ("problem.sequences.cu_seq_q", "None")), "matrix_instructions": ("HGMMA",)}
@@ -115,7 +128,7 @@ def usual_loop(capability=90, kernel="forward_kernel", **found):
 
 def main():
     halves, singles = {"a": "*fp16", "out": "*fp32"}, {"a": "*fp32", "out": "*fp32"}
-    whole = report(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"})
+    whole = of_products()
     found = {
         "sound": [
             faults(sound, halves | {"size": "i64"}, {"BLOCK_M": 64, "PRECISION": "ieee"}, arch)
