@@ -28,12 +28,12 @@ def sound(a, out, size: tl.int64, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def spill(a, out, size: tl.int64):
-    """Hold two accumulators of 512 elements per thread, which spill."""
-    i = tl.arange(0, 16384)
-    first, second = tl.load(a + i), tl.load(a + 16384 + i)
+    """Hold two accumulators of 256 elements per thread, which spill."""
+    i = tl.arange(0, 8192)
+    first, second = tl.load(a + i), tl.load(a + 8192 + i)
     for k in range(size):
         x = tl.load(a + k + i)
-        first, second = tl.exp(first * x + second), tl.sin(second * x + first)
+        first, second = first * x + second, second * x - first
     tl.store(out + i, first + second)
 
 
