@@ -16,6 +16,7 @@ if DEVICE != "cpu":
 
 from launcher import driver, interpreted
 from oracle import both_passes
+from pairs import in_turn
 from test_triton import TOOLS, last_json, program
 from triton import knobs
 
@@ -114,8 +115,18 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CALLS)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+# Calls have the dtypes in turn. The other dtype of each call is a slow test.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *in_turn(CALLS, DTYPES),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in in_turn(CALLS, reversed(DTYPES))),
+    ],
+    ids=str,
+)
 def test_the_same_bits(name, dtype, monkeypatch):
     """A plain call started by the launcher gives the bits of the backend in Python, and so do its gradients."""
     call, shapes = CALLS[name]
