@@ -244,7 +244,9 @@ def test_one_process_writes_a_run(tmp_path, capsys, pairs):
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "shard", [pytest.param([], marks=pytest.mark.this_torch, id="whole"), pytest.param(["--shard"], id="sharded")]
+)
 def test_processes_train_as_one(trained, config, tmp_path, shard):
     """Two processes, in two parts each, train as one in four parts: moments and metrics agree, with dropout.
 
