@@ -489,7 +489,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(COMPILED)[:2], *slow("jadore"), *this_torch("notebook", "annotated")])
+@pytest.mark.parametrize("name", [*list(COMPILED)[:2], *this_torch("jadore", "notebook", "annotated")])
 def test_compiles_whole(name):
     model, args = COMPILED[name]()
     fastattn.patch(model.eval())
