@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow
 
 from fastattn import TransformerConfig
 from fastattn.bench import report
@@ -42,7 +43,7 @@ def test_ours_is_at_most_twice_as_far_as_torch(case):
 # --- gradients along a training run ---
 
 
-@pytest.mark.parametrize("setting", gradients.DEVIATIONS)
+@pytest.mark.parametrize("setting", ["with biases", *slow("without biases")])
 def test_gradients_are_as_exact_as_the_math_backends(setting):
     """All three begin with the same model, and biases are what torch's flash backend loses them to."""
     rows = {name: gradients.train(setting, name, 0, 1) for name in gradients.BACKENDS}
@@ -52,6 +53,7 @@ def test_gradients_are_as_exact_as_the_math_backends(setting):
         assert (flash["query_error"] > 5 * exact["query_error"]) == (setting == "with biases")
 
 
+@pytest.mark.slow
 def test_biases_leave_the_model_as_it_was():
     first, second = (gradients.train(setting, "fastattn", 0, 1)[0]["loss"] for setting in gradients.DEVIATIONS)
     assert first == pytest.approx(second, rel=1e-6)

@@ -89,6 +89,7 @@ def test_page_runs(page):
         exec(block, namespace)
 
 
+@pytest.mark.slow
 def test_exported_models_are_used_as_shown(tmp_path, monkeypatch, capsys):
     """The blocks of docs/translate.md translate by the other programs. Marian's model is random."""
     for package in ("ctranslate2", "transformers"):

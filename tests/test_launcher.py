@@ -63,10 +63,10 @@ CALLS = {
     ),
     "mask of a head, causal, dropout, lengths": (
         lambda q, k, v: scaled_dot_product_attention(
-            q, k, v, torch.arange(2 * 130 * 40).view(1, 2, 130, 40) // 640 % 3 > 0, 0.3, True,
+            q, k, v, torch.arange(2 * 70 * 40).view(1, 2, 70, 40) // 320 % 3 > 0, 0.3, True,
             key_lengths=torch.tensor([33, 40]), seed=SEED, enable_gqa=True,
         ),
-        [(2, 2, 130, 24), (2, 1, 40, 24), (2, 1, 40, 40)],
+        [(2, 2, 70, 24), (2, 1, 40, 24), (2, 1, 40, 40)],
     ),
     "added mask": (
         lambda q, k, v: scaled_dot_product_attention(q, k, v, -torch.arange(70.0).view(70, 1) * 0.1, scale=0.5),
