@@ -23,8 +23,8 @@ from fastattn.translation.tokenizer import PAD_ID
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-accuracy, gradients, pages, programs, translation = map(
-    importlib.import_module, ("accuracy", "gradients", "pages", "test_programs", "translation")
+accuracy, gradients, pages, programs, small_calls, translation = map(
+    importlib.import_module, ("accuracy", "gradients", "pages", "test_programs", "small_calls", "translation")
 )
 sys.path.remove(str(ROOT / "benchmarks"))
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -38,6 +38,37 @@ def test_ours_is_at_most_twice_as_far_as_torch(case):
     """Beside a rounding of each result; and none is exact, as it would be if the truth were computed in the dtype."""
     for ours, torchs, *_ in accuracy.measure(case).values():
         assert 0 < ours < 2 * torchs + ROUNDING[case.dtype]
+
+
+# --- small calls ---
+
+
+def test_small_calls_are_compared_with_the_same_operation(monkeypatch):
+    """Ours, torch's and the bare function have one result and one gradient. Without dropout: each drops others."""
+    monkeypatch.setattr(small_calls, "P", 0.0)
+    for name, *functions, shapes in small_calls.cases():
+        tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        grad = torch.randn(functions[0](*tensors).shape)
+        found = [(call(*tensors), *small_calls.both_passes(call, tensors, grad)()) for call in functions]
+        for other in found[1:]:
+            torch.testing.assert_close(found[0], other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_table_of_small_calls(monkeypatch, capsys):
+    times = {
+        "dropout (4, 64)": [50.0, 25.0, 48.0],
+        "dropout (1, 1)": [40.0, 80.0, 40.0],
+        "layer_norm (1, 64)": [90.0, 59.0, 80.0],
+    }
+    monkeypatch.setattr(small_calls, "measure", lambda *options: times)
+    monkeypatch.setattr(small_calls, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(sys, "argv", ["small_calls.py"])
+    with pytest.raises(SystemExit, match="layer_norm") as ended:
+        small_calls.main()
+    assert "dropout" not in str(ended.value)
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows[0] == "| dropout | 2 | 25 us | 0.50, 1.00 | 0.96, 0.98 |"
+    assert rows[2].startswith("| all | 3 | 31 us | 0.50, 0.87 |")
 
 
 # --- gradients along a training run ---
