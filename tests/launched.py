@@ -94,14 +94,15 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 @contextlib.contextmanager
-def command(path):
-    """Write a program that acts as `fastattn` while the context lasts. Its processes have one thread each."""
+def command(path, prepare=None):
+    """Write a program that acts as `fastattn` while the context lasts. Its processes have one thread each. The one that
+    they are forked from has called `prepare`, which `pickle` must find."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address := f"{path}.socket")
         listener.listen()
         path.write_text(CLIENT.format(python=sys.executable, address=address))
         path.chmod(0o755)
-        server = _forked(_serve, listener)
+        server = _forked(_serve, listener, prepare)
         try:
             yield
         finally:
@@ -109,7 +110,9 @@ def command(path):
             server.join()
 
 
-def _serve(listener):
+def _serve(listener, prepare):
+    if prepare:
+        prepare()
     while True:
         client, _ = listener.accept()
         if not os.fork():

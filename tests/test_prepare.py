@@ -21,6 +21,7 @@ import threading
 from pathlib import Path
 from unittest import mock
 
+import launched
 import pytest
 from conftest import refused
 from sacrebleu.dataset.fake_sgml import FakeSGMLDataset
@@ -390,23 +391,23 @@ def test_the_road_of_the_page(archives, tmp_path):
     (tmp_path / "small.json").write_text(json.dumps({**small, "training": training}))
     program = tmp_path / "bin/fastattn"
     program.parent.mkdir()
-    of_archives = [dataclasses.astuple(archive) for archive in known]
-    program.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom fastattn.translation import prepare\nfrom fastattn_command import main\n"
-        f"prepare.ARCHIVES = [prepare.Archive(*a) for a in {of_archives!r}]\nsys.exit(main())\n"
-    )
-    program.chmod(0o755)
     (tmp_path / "archives").symlink_to(folder)
     path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["SACREBLEU"] = str(tmp_path / "sacrebleu")
-    for command in commands():
-        for given, smaller in SMALL.items():
-            command = command.replace(given, smaller)
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-        if "fastattn evaluate" in command:
-            assert "the kind that the paper reports" in done.stdout
+    of_archives = [dataclasses.astuple(archive) for archive in known]
+    first = (
+        "from fastattn.translation import prepare\n"
+        f"prepare.ARCHIVES = [prepare.Archive(*archive) for archive in {of_archives!r}]\n"
+    )
+    with launched.command(program, functools.partial(exec, first, {})):
+        for command in commands():
+            for given, smaller in SMALL.items():
+                command = command.replace(given, smaller)
+            done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, f"{command}\n{done.stderr}"
+            if "fastattn evaluate" in command:
+                assert "the kind that the paper reports" in done.stdout
     for run in ("base", "big", "base-fr", "big-fr"):
         assert read_metrics(tmp_path / run)[-1]["step"] == 20
         assert checkpoint.updates(tmp_path / f"{run}-average") == 20
