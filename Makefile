@@ -67,7 +67,9 @@ torch-versions:  ## what depends on torch's version, on the oldest and the newes
 	python tools/torch_versions.py
 
 ci:  ## all that comes after the tests: lint docs dist slow torch-versions report, each with its time
-	@for target in lint docs dist slow torch-versions report; do \
+	@python tools/torch_versions.py --prepare & \
+	for target in lint docs dist slow torch-versions report; do \
+		test $$target != torch-versions || wait; \
 		start=$$(date +%s); $(MAKE) $$target || exit; echo "$$target: $$(($$(date +%s) - start)) s"; \
 	done
 

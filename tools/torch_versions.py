@@ -1,11 +1,11 @@
 """Run the tests that depend on the versions of torch and Python, on the oldest and newest of both:
-``python tools/torch_versions.py [--wheel FILE] [VERSION OF TORCH ...]``.
+``python tools/torch_versions.py [--wheel FILE | --prepare] [VERSION OF TORCH ...]``.
 
 The checkout's sdist, and from it the wheel, is built once, against the torch of this Python, unless a wheel is given.
 The wheel is installed into an environment of each version, where the tests marked `torch_version` run on it, except
 parameters marked `this_torch`. The environments take some GB each and are kept in ``$FASTATTN_CACHE``, by default
-``~/.cache/fastattn``. The exit status is 1 if a test fails or a version cannot be installed. If there is no such
-Python, this one is used, unless ``FASTATTN_REQUIRE`` has "pythons".
+``~/.cache/fastattn``; --prepare makes them and does nothing else. The exit status is 1 if a test fails or a version
+cannot be installed. If there is no such Python, this one is used, unless ``FASTATTN_REQUIRE`` has "pythons".
 """
 
 import argparse
@@ -87,20 +87,22 @@ def test(folder: Path, version: str, wheel: Path) -> None:
     run(*pytest, *tests, "-n", "2", "--dist", "worksteal", cwd=folder, **settings)
 
 
-def main(versions: list[str], wheel: Path | None) -> int:
-    failed = []
+def main(versions: list[str], wheel: Path | None, prepare: bool) -> int:
+    failed: list[str] = []
     # An environment is made while the wheel is built or while the tests of the previous one run.
     background = futures.ThreadPoolExecutor(1)
     folders = {version: background.submit(environment, version) for version in versions or VERSIONS}
     with tempfile.TemporaryDirectory() as target:
         try:
-            if wheel is None:
+            if wheel is None and not prepare:
                 build = sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT
                 run(*build, FASTATTN_BUILD="1", FASTATTN_CUDA="0")
                 (wheel,) = Path(target).glob("*.whl")
             for version, made in folders.items():
                 try:
-                    test(made.result(), version, wheel)
+                    folder = made.result()
+                    if wheel is not None:
+                        test(folder, version, wheel)
                 except (OSError, subprocess.CalledProcessError) as error:
                     failed.append(f"torch {version}: {error}")
         finally:
@@ -112,6 +114,7 @@ def main(versions: list[str], wheel: Path | None) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--wheel", type=Path, help="the wheel to test, instead of one that is built here")
+    parser.add_argument("--prepare", action="store_true", help="make the environments and do nothing else")
     parser.add_argument("versions", nargs="*", metavar="VERSION")
     args = parser.parse_args()
-    sys.exit(main(args.versions, args.wheel and args.wheel.resolve()))
+    sys.exit(main(args.versions, args.wheel and args.wheel.resolve(), args.prepare))
