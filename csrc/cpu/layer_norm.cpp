@@ -223,7 +223,7 @@ void forward(const LayerNorm& problem, const Parallel& parallel, char* workspace
 // Rows are summed in a fixed number of chunks of row blocks, which are then added in order. So the result does not
 // depend on the number of threads. Within a chunk, about kGroupRows rows are summed at a time, and the chunks are added
 // kGroupChunks at a time: a single sum of all rows would lose digits with their number.
-constexpr int64_t kMaxChunks = 64, kMinChunkElements = 32768, kFewBlocks = 8;
+constexpr int64_t kMaxChunks = 64, kMinChunkElements = 16384, kFewBlocks = 8;
 constexpr int64_t kGroupRows = 32, kGroupChunks = 8;
 
 struct Chunks {
@@ -234,7 +234,7 @@ struct Chunks {
     const int64_t block_elements = max(1, min(p.rows, kTileRows) * p.columns);
     // Few blocks of wide rows are split, so that all threads have work.
     int64_t splits = 1;
-    while (splits < 8 && blocks * splits < kFewBlocks && block_elements / splits > 8 * kMinChunkElements) splits *= 2;
+    while (splits < 8 && blocks * splits < kFewBlocks && block_elements / splits > 16 * kMinChunkElements) splits *= 2;
     part_lines = 8 / splits;
     parts = blocks * splits;
     per_chunk = max(1, max(ceil_div(parts, kMaxChunks), kMinChunkElements / block_elements));

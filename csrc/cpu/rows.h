@@ -6,7 +6,7 @@
 namespace fastattn {
 namespace {
 
-constexpr int64_t kElementsPerWorker = 32768;  // with fewer, a second thread costs more than it saves
+constexpr int64_t kElementsPerWorker = 16384;  // with fewer, a second thread costs more than it saves
 constexpr int64_t kElementsPerTask = 8192;
 constexpr int64_t kStreamedBytes = 8 << 20;
 constexpr uintptr_t kPrefetchDistance = 4096;
