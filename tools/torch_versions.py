@@ -9,6 +9,7 @@ cannot be installed. If there is no such Python, this one is used, unless ``FAST
 """
 
 import argparse
+import fcntl
 import os
 import shutil
 import subprocess
@@ -54,7 +55,17 @@ def python(version: str) -> str:
 
 
 def environment(version: str) -> Path:
-    """Return the folder of an environment with this torch. Make it if it is missing or incomplete."""
+    """Return the folder of an environment with this torch. Make it if it is missing or incomplete.
+
+    Another process that makes it is waited for.
+    """
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / f"torch-{version}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _environment(version)
+
+
+def _environment(version: str) -> Path:
     folder, interpreter = cache() / f"torch-{version}", python(VERSIONS.get(version, "3.11"))
     if not ((folder / "complete").exists() and (folder / "bin/python").exists()):  # a link, whose Python may be gone
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,8 +124,9 @@ def main(versions: list[str], wheel: Path | None, prepare: bool) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--wheel", type=Path, help="the wheel to test, instead of one that is built here")
-    parser.add_argument("--prepare", action="store_true", help="make the environments and do nothing else")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--wheel", type=Path, help="the wheel to test, instead of one that is built here")
+    either.add_argument("--prepare", action="store_true", help="make the environments and do nothing else")
     parser.add_argument("versions", nargs="*", metavar="VERSION")
     args = parser.parse_args()
     sys.exit(main(args.versions, args.wheel and args.wheel.resolve(), args.prepare))
