@@ -491,6 +491,16 @@ def test_the_loss_holds_the_logits_of_a_few_rows(dtype, most, monkeypatch):
     assert large == [part * pieces for part in parts for _ in ("logits", "softmax")]
 
 
+@pytest.mark.parametrize(("tokens", "parts"), [(262, [262]), (263, [132, 131])])
+def test_few_logits_are_one_part(tokens, parts):
+    """Logits of up to 8 MiB, here 262 rows of 32,000 bytes, are computed at once."""
+    features, weight = (torch.randn(rows, 32) for rows in (tokens, 8000))
+    labels = torch.randint(0, 8000, (tokens,))
+    with Made(32 * 8000) as made:
+        smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
+    assert [size for size in made.sizes if size > made.large] == [n * 8000 for n in parts for _ in range(2)]
+
+
 def test_smoothed_loss_waits_for_no_gpu():
     """The loss needs no value on the host. Fake tensors raise at operations that do, such as selecting the rows without
     padding."""

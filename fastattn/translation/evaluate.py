@@ -18,7 +18,7 @@ from fastattn.translation.data import Batch
 from fastattn.translation.model import Transformer
 
 # Maximum bytes of logits at a time, and of their softmax. Each further part reads and writes the weight's gradient once
-# more, so few logits are one part.
+# more, so logits of up to FEW_LOGIT_BYTES are one part.
 LOGIT_BYTES, FEW_LOGIT_BYTES = 2**26, 2**23
 COMPOUND = re.compile(r"(\S)-(\S)")
 
@@ -97,9 +97,9 @@ class _SmoothedLoss(torch.autograd.Function):
         b = None if bias is None else bias.to(dtype)
         wanted = recorded and any(ctx.needs_input_grad)
         grad_features, grad_weight, grad_bias = torch.empty_like(x) if wanted else None, None, None
-        # Logits and softmax of half of the rows take no more memory than the logits of all rows.
+        # Logits and softmax of half of the rows take no more memory than the logits of all rows. Few are not divided.
         most, few = (size // (pieces * dtype.itemsize) for size in (LOGIT_BYTES, FEW_LOGIT_BYTES))
-        rows = max(1, min(most, max(few, (len(labels) + 1) // 2)))
+        rows = max(1, min(most, len(labels) if len(labels) <= few else (len(labels) + 1) // 2))
         found = []
         with torch.autocast(device, enabled=False):
             for first in range(0, max(1, len(labels)), rows):
