@@ -242,10 +242,10 @@ _FAST_PATHS = {
     ),
     "softmax_dropout": "float dropout_p=0.0, bool is_causal=False, float scale=1.0",
     "layer_norm": "int columns, float eps=1e-05",
-    "dropout_add_layer_norm": ("float dropout_p=0.0, float eps=1e-05, bool prenorm=False, ScalarType? out_dtype=None"),
+    "dropout_add_layer_norm": "float dropout_p=0.0, float eps=1e-05, bool prenorm=False, ScalarType? out_dtype=None",
     "dropout": "float dropout_p",
 }
-RETURNED = {"dropout_add_layer_norm": 2}  # The sum is None without prenorm.
+RETURNED = {"dropout_add_layer_norm": 2}  # out and sum, which is None without prenorm
 _TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",

@@ -372,7 +372,8 @@ class Transformer(nn.Module):
     def _rows(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of the embeddings of source and target tokens, of shape (*tokens, d_model).
 
-        If both have one embedding, they are looked up at once. The gradient then has the embedding's size once.
+        If both have one embedding, it is called once, with all tokens in one dimension: each call has a gradient of the
+        embedding's size.
         """
         if self.source_embedding is not self.target_embedding:
             return self.source_embedding(source), self.target_embedding(target)
