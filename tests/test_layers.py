@@ -70,12 +70,17 @@ def known(name: str, package: str) -> str:
 
 
 NAMES = {module_name(path) for path in (*MODULES, *OTHERS)}
-IMPORTS = {module_name(path): imports(path) for path in (*MODULES, *OTHERS)}
 PACKAGE = {module_name(path) for path in MODULES}
 
 
-def test_imports_go_down():
-    up = {(name, other) for name in IMPORTS for other in IMPORTS[name] & NAMES if layer(other) > layer(name)}
+@pytest.fixture(scope="module")
+def imported():
+    """The modules that each module of the repository imports, by name."""
+    return {module_name(path): imports(path) for path in (*MODULES, *OTHERS)}
+
+
+def test_imports_go_down(imported):
+    up = {(name, other) for name in imported for other in imported[name] & NAMES if layer(other) > layer(name)}
     assert not up, f"these import from a layer above their own: {sorted(up)}"
 
 
@@ -113,7 +118,7 @@ def test_private_attributes_are_the_packages_own():
     assert read - own == FOREIGN
 
 
-def test_backends_are_reached_through_their_table():
+def test_backends_are_reached_through_their_table(imported):
     """Only fastattn.backends reaches into a backend. Code that several backends or the ops need is in fastattn/backends
     itself."""
     inside = {f"fastattn.backends.{name}" for name in TABLE}
@@ -122,7 +127,7 @@ def test_backends_are_reached_through_their_table():
         for module in PACKAGE - {"fastattn.backends"}
         for name in inside
         if not f"{module}.".startswith(f"{name}.")
-        and any(f"{other}.".startswith(f"{name}.") for other in IMPORTS[module])
+        and any(f"{other}.".startswith(f"{name}.") for other in imported[module])
     }
     assert not reached
 
@@ -146,8 +151,8 @@ def test_translation_imports_what_is_public():
     assert found <= set(dir(fastattn)) | EXCEPTIONS
 
 
-def test_imports_have_no_circle():
-    TopologicalSorter({name: wanted & NAMES - {name} for name, wanted in IMPORTS.items()}).prepare()
+def test_imports_have_no_circle(imported):
+    TopologicalSorter({name: wanted & NAMES - {name} for name, wanted in imported.items()}).prepare()
 
 
 def includes(path: Path) -> set[Path]:
@@ -181,17 +186,17 @@ def test_includes_have_no_circle():
     TopologicalSorter(SOURCES).prepare()
 
 
-def test_imports_are_read_right():
+def test_imports_are_read_right(imported):
     """The reader of imports, which the tests above use, understands every form of an import."""
     assert layer("fastattn.ops.attention") == layer("fastattn.backends.cpu") + 1
     assert layer("fastattn") == layer("fastattn.nn") + 2
-    assert "fastattn.backends.native" in IMPORTS["fastattn.info"]
-    assert "fastattn.ops.attention" in IMPORTS["fastattn.nn.attention"]
-    assert "tools.sass.code" in IMPORTS["tools.aot_gate"]
-    assert {"benchmarks.against", "fastattn"} <= IMPORTS["benchmarks.decoding"]
+    assert "fastattn.backends.native" in imported["fastattn.info"]
+    assert "fastattn.ops.attention" in imported["fastattn.nn.attention"]
+    assert "tools.sass.code" in imported["tools.aot_gate"]
+    assert {"benchmarks.against", "fastattn"} <= imported["benchmarks.decoding"]
 
 
-def test_every_module_serves_users():
+def test_every_module_serves_users(imported):
     """Every module is reachable from what a user starts, because the wheel holds the whole package. Programs for
     developers are in tools/."""
     entries = {"fastattn", "fastattn.__main__", "fastattn.cli", "fastattn.integrations.huggingface"}
@@ -199,7 +204,7 @@ def test_every_module_serves_users():
     reached: set[str] = set()
     while entries:
         reached |= entries
-        entries = {name for module in entries for name in IMPORTS[module] & PACKAGE} - reached
+        entries = {name for module in entries for name in imported[module] & PACKAGE} - reached
     idle = {name for name in PACKAGE - reached if not any(other.startswith(f"{name}.") for other in reached)}
     assert not idle, f"nothing that a user starts imports {sorted(idle)}"
 
