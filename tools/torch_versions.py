@@ -93,8 +93,9 @@ def test(folder: Path, version: str, wheel: Path) -> None:
     files = sorted(file for file in (ROOT / "tests").glob("test_*.py") if "torch_version" in file.read_text())
     pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files
     tests = "-m", MARKS, "-k", TESTS
-    # In that folder `import fastattn` finds the wheel's package. Two tests run at a time, with one thread each.
-    settings = {"FASTATTN_REQUIRE": "cpu,triton", "OMP_NUM_THREADS": "1"}
+    # In that folder `import fastattn` finds the wheel's package. Two tests run at a time, with one thread each. Python
+    # keeps what it compiles of torch.
+    settings = {"FASTATTN_REQUIRE": "cpu,triton", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     run(*pytest, *tests, "-n", "2", "--dist", "worksteal", cwd=folder, **settings)
 
 
