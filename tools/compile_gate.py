@@ -58,13 +58,17 @@ class Kernel:
     local: int  # bytes per thread, for arrays and spilled values
     wide_loads: int
     wide_stores: int
-    code: list[Instruction] = dataclasses.field(repr=False)
+    disassembly: str = dataclasses.field(repr=False)
     source: str = ""  # name of its file, if that has asynchronous products
+
+    @cached_property
+    def code(self) -> list[Instruction]:
+        return parse(self.disassembly)
 
     @cached_property
     def loop(self) -> Loop | None:
         """The plain main loop of a kernel with asynchronous products. The first of them gives the scores."""
-        body = plain_loop(self.code)
+        body = plain_loop(self.code) if "HGMMA" in self.disassembly else []
         products = [i for i in body if i.base == "HGMMA"]
         if not products:
             return None
@@ -169,9 +173,9 @@ def kernels_of(path: Path, source: str = "") -> list[Kernel]:
             registers=usage[architecture, symbol]["REG"],
             shared=usage[architecture, symbol]["SHARED"],
             local=usage[architecture, symbol]["STACK"] + usage[architecture, symbol]["LOCAL"],
-            wide_loads=len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", text)),
-            wide_stores=len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", text)),
-            code=parse(text),
+            wide_loads=len(re.findall(r"LDG\.E\.(?:\w+\.)*128", text)),
+            wide_stores=len(re.findall(r"STG\.E\.(?:\w+\.)*128", text)),
+            disassembly=text,
             source=source,
         )
         for ((architecture, symbol), text), name in zip(code.items(), names.stdout.splitlines(), strict=True)

@@ -9,7 +9,7 @@ import tempfile
 from functools import cached_property
 from pathlib import Path
 
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^\n]*?)\s*;")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;\n]*);")
 _ANNOTATIONS = re.compile(r"\s*([&?]\S+\s*)+$")  # control information, which some versions print for Blackwell
 
 # Pipes by the first part of an opcode. The pipe of IMAD depends on the rest; uniform instructions have their own pipe.
@@ -96,7 +96,7 @@ class Instruction:
 def parse(disassembly: str) -> list[Instruction]:
     """Return the instructions of one kernel, disassembled by ``cuobjdump --dump-sass``."""
     return [
-        Instruction(int(address, 16), predicate, opcode, _ANNOTATIONS.sub("", operands))
+        Instruction(int(address, 16), predicate, opcode, _ANNOTATIONS.sub("", operands).rstrip())
         for address, predicate, opcode, operands in _INSTRUCTION.findall(disassembly)
     ]
 
