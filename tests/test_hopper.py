@@ -342,7 +342,7 @@ def only(kind):
     """Return the change of HEADER that leaves one kernel, so that a pass compiles fast: (lines, a part, its
     replacement)."""
     part = f"a.dtype == Dtype::bfloat16 ? {_BY_HEAD_DIM}"
-    return f"return {part};", part, f"use(Shape<bfloat16, 64, Kind::{kind}>())"
+    return f"return {part};", part, f"(void)a, use(Shape<bfloat16, 64, Kind::{kind}>())"
 
 
 SOURCES = {"forward": "cuda/attention_hopper.cu", "backward": "cuda/attention_hopper_backward.cu"}
