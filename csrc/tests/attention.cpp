@@ -221,8 +221,8 @@ void test_attention(int cases) {
     a.lower_right = p.packed || random.chance(50);
     draw_window(random, a, a.seqlen_q, a.seqlen_k);
     a.threshold = random.pick({0, 0, 0, 6554, 32768, 65536});
-    const int64_t seed[2] = {(int64_t)random.next(), (int64_t)random.next()};
-    a.seed = seed;
+    const std::vector<int64_t> seed = {(int64_t)random.next(), (int64_t)random.next()};
+    a.seed = seed.data();
 
     p.cu_seq_q = p.cu_seq_k = {0};
     for (int64_t b = 0; b < a.batch; ++b) {

@@ -19,8 +19,8 @@ void test_dropout(int cases) {
     p.rows = one_row ? 1 : random.between(large ? 200 : 0, large ? 230 : 40);
     p.columns = one_row ? random.between(200000, 210000) : random.between(large ? 300 : 0, large ? 500 : 90);
     p.threshold = random.pick({0, 1, 6554, 32768, 65535, 65536});
-    const int64_t seed[2] = {(int64_t)random.next(), (int64_t)random.next()};
-    p.seed = seed;
+    const std::vector<int64_t> seed = {(int64_t)random.next(), (int64_t)random.next()};
+    p.seed = seed.data();
     p.out_row = p.columns, p.out_inner = p.rows * p.columns, p.out_outer = p.inner * p.out_inner;
     begin_case("dropout", p.dtype, p.outer, p.inner, p.rows, p.columns, "threshold", p.threshold, "case", c);
 
@@ -30,7 +30,7 @@ void test_dropout(int cases) {
     for (int64_t z = 0; z < p.outer * p.inner; ++z)
       for (int64_t row = 0; row < p.rows; ++row)
         for (int64_t column = 0; column < p.columns; ++column) {
-          kept.push_back(philox_keep(make_seed(seed), (uint32_t)z, row, column, p.threshold));
+          kept.push_back(philox_keep(make_seed(seed.data()), (uint32_t)z, row, column, p.threshold));
           want.push_back(input(z / p.inner, z % p.inner, row, column) * kept.back() * kept_scale(p.threshold));
         }
     Buffer out(p.dtype, (int64_t)want.size(), random.chance(50));

@@ -23,8 +23,8 @@ void test_layer_norm(int cases) {
     p.out_dtype = fused && p.dtype == Dtype::float32 ? any_float(random) : p.dtype;
     p.weight_dtype = any_float(random), p.bias_dtype = any_float(random);
     p.eps = 1e-5f;
-    const int64_t seed[2] = {(int64_t)random.next(), (int64_t)random.next()};
-    p.seed = seed;
+    const std::vector<int64_t> seed = {(int64_t)random.next(), (int64_t)random.next()};
+    p.seed = seed.data();
     p.threshold = fused ? random.pick({0, 6554, 32768, 65536}) : 0;
     begin_case(fused ? "dropout_add_layer_norm" : "layer_norm", p.matrices, p.rows, columns, p.input_dtype,
                p.residual_dtype, "threshold", p.threshold, "case", c);
@@ -45,7 +45,7 @@ void test_layer_norm(int cases) {
     run_kernel(p, {&sum, &out, &means, &rstds});
 
     const auto kept = [&](int64_t row, int64_t j) {
-      return philox_keep(make_seed(seed), (uint32_t)(row / p.rows), row % p.rows, j, p.threshold);
+      return philox_keep(make_seed(seed.data()), (uint32_t)(row / p.rows), row % p.rows, j, p.threshold);
     };
     const auto x = [&](int64_t row, int64_t j) {  // The kernel normalises the sum as stored.
       return fused ? sum.get(row * columns + j) : input(row, j);

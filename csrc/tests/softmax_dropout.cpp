@@ -24,8 +24,8 @@ void test_softmax_dropout(int cases) {
     s.lower_right = random.chance(50);
     draw_window(random, s, s.rows, s.columns);
     p.threshold = random.pick({0, 6554, 32768, 65536});
-    const int64_t seed[2] = {(int64_t)random.next(), (int64_t)random.next()};
-    p.seed = seed;
+    const std::vector<int64_t> seed = {(int64_t)random.next(), (int64_t)random.next()};
+    p.seed = seed.data();
     const int64_t all_rows = s.batch * s.heads * s.rows, count = all_rows * s.columns;
 
     RandomMask mask;
@@ -71,7 +71,7 @@ void test_softmax_dropout(int cases) {
       total_max = fmax(total_max, total);
       for (int64_t j = 0; j < s.columns; ++j) {
         const double probability = e[(size_t)j] /= total == 0 ? 1 : total;
-        const bool kept = philox_keep(make_seed(seed), (uint32_t)(b * s.heads + h), i, j, p.threshold);
+        const bool kept = philox_keep(make_seed(seed.data()), (uint32_t)(b * s.heads + h), i, j, p.threshold);
         want.push_back(kept ? probability * scale_of_kept : 0);
         grad.push_back(kept && probability > 0 ? grad_out(b, h, i, j) * scale_of_kept : 0);
         dot += probability * grad.back();
