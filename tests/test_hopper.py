@@ -382,16 +382,29 @@ def test_planted_faults_are_found(schedules_of, name, tmp_path):
 # Machine code from nvcc
 
 
+# A change of HEADER: float16, whose kernels differ from bfloat16's by products and conversions, has one tile per kind.
+FEW_OF_FLOAT16 = (
+    f"return a.dtype == Dtype::bfloat16 ? {_BY_HEAD_DIM};", "with_head_dim<Shape, float16>(a, use)",
+    "with_kind<Shape, float16, 128>(a, use)",
+)  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", compile_gate.hopper_sources(), ids=lambda path: path.stem)
-def test_machine_code_is_sound(source):
+def test_machine_code_is_sound(source, tmp_path):
     """The compiler serialises no products, and the plain loops are as they are written and recorded."""
     require_nvcc()
-    path, messages = compile_gate.compile_hopper(source)
+    for folder in ("cuda", "common"):
+        shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
+    (tmp_path / HEADER).write_text(planted(tmp_path / HEADER, *FEW_OF_FLOAT16))
+    path, messages = compile_gate.compile_hopper(tmp_path / "cuda" / source.name, tmp_path)
     kernels = compile_gate.kernels_of(path, source.name)
     assert messages == []
     assert [str(kernel) for kernel in kernels if kernel.faults()] == []
-    assert compile_gate.differences(kernels, source.name) == []
+    others = re.compile(r".*<Shape<float16, (64|96|192|256), .*: recorded, but not found")
+    differences = compile_gate.differences(kernels, source.name)
+    assert [text for text in differences if not others.fullmatch(text)] == []
+    assert len(differences) == 10
     print(*kernels, sep="\n")
 
 
