@@ -90,14 +90,18 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)
+# In 16 bits attention also has a residual. Otherwise programs of all dtypes access the same places.
+IN_16_BITS = ("dropout_add_layer_norm", "layer_norm of wide rows", "attention")
+
+
 @pytest.mark.parametrize(
     "problem", ["softmax_dropout", *slow(*(name for name in PROBLEMS if name != "softmax_dropout"))]
 )
-def test_programs_in_any_order(problem, dtype):
+def test_programs_in_any_order(problem):
     """No program sees what another has written, none touches memory outside the operands, and each run has the same
     bits. Values equal the reference's; every other test checks them too."""
     call, shapes = PROBLEMS[problem]
+    dtype = torch.bfloat16 if problem in IN_16_BITS else torch.float32
     tensors = [torch.randn(shape).to(torch.float32 if n else dtype) for n, shape in enumerate(shapes)]
     with fastattn.backend("triton"), strict(twice=True):
         outs, grads = gradients(call, tensors)
