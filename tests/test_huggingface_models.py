@@ -234,10 +234,31 @@ def difference(found, wanted):
     return max([((got - e).abs().max() / e.abs().max().clamp(min=1e-30)).item() for got, e in pairs], default=0.0)
 
 
+@contextlib.contextmanager
+def few_parameters():
+    """Raise as soon as modules that are made here have more than MOST_PARAMETERS."""
+    count = 0
+
+    def counted(module, name, parameter):
+        nonlocal count
+        count += 0 if parameter is None else parameter.numel()
+        if count > MOST_PARAMETERS:
+            raise ValueError(f"more than {MOST_PARAMETERS} parameters")
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def built(kind, config, implementation="eager"):
-    """Return a model whose weights are such that no attention is uniform and no parameter is 0."""
+    """Return a model whose weights are such that no attention is uniform and no parameter is 0.
+
+    Equal arguments give equal weights, of all implementations."""
     torch.manual_seed(1)
-    model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+    with few_parameters():
+        model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -247,18 +268,9 @@ def built(kind, config, implementation="eager"):
     return model
 
 
-def parameters(kind, settings):
-    """Return the number of the model's parameters, or 0 if it computes with its weights while it is made."""
-    try:
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in kind(copy.deepcopy(settings)).parameters())
-    except Exception:
-        return 0
-
-
 def runnable(config, kinds):
-    """Return the first of the models that runs when it is small, with its configuration and inputs, or why none
-    does."""
+    """Return the first of the models that runs when it is small as (class, configuration, inputs, the model, its
+    outputs and gradients), or why none does."""
     reasons = []
 
     @contextlib.contextmanager
@@ -276,8 +288,6 @@ def runnable(config, kinds):
         for kind in kinds[:3] if settings else ():
             model, tried = None, []
             with noted(kind.__name__):
-                if (count := parameters(kind, settings)) > MOST_PARAMETERS:
-                    raise ValueError(f"{count} parameters")
                 model = built(kind, settings)
             for variant in VARIANTS if model else ():
                 with noted(kind.__name__):
@@ -287,7 +297,7 @@ def runnable(config, kinds):
                         tried.append(shapes)
                         wanted = outputs_and_gradients(model, given, None)
                         if all(tensor.isfinite().all() for tensor in wanted):
-                            return kind, settings, given
+                            return kind, settings, given, model, wanted
                         raise ValueError("not finite")
     return reasons[0]
 
@@ -297,8 +307,7 @@ def compare(config, kinds, calls):
     found = runnable(config, kinds)
     if isinstance(found, str):
         return "not built", found
-    kind, settings, given = found
-    eager = built(kind, settings)  # a forward pass may change a model: BigBirdPegasus replaces its attention
+    kind, settings, given, eager, unpadded = found
     refused = ""
     try:
         ours = built(kind, settings, "fastattn")
@@ -306,9 +315,8 @@ def compare(config, kinds, calls):
         if 'attn_implementation="fastattn" is not for ' not in str(error):
             raise
         refused = f"{kind.__name__}: {error}"
-        ours = copy.deepcopy(eager)
+        ours = built(kind, settings)
         ours.set_attn_implementation("fastattn")
-    ours.load_state_dict(eager.state_dict())
     calls.clear()
     differences = {}
     for name, mask in PADDING.items():
@@ -318,7 +326,7 @@ def compare(config, kinds, calls):
         if mask is not None and masked.keys() == given.keys():  # the model takes no mask
             continue
         try:
-            wanted = outputs_and_gradients(eager, masked, mask)
+            wanted = unpadded if mask is None else outputs_and_gradients(eager, masked, mask)
         except Exception:  # the model takes another kind of attention_mask
             continue
         if not all(tensor.isfinite().all() for tensor in wanted):
