@@ -119,7 +119,7 @@ USUAL = ("attention, masks and dropout", "dropout")
 
 @pairwise(
     backend=[*BACKENDS[1:3], *this_torch("reference")],
-    name=[*USUAL, *slow(*(name for name in CALLS if name not in USUAL))],
+    name=[*USUAL, *slow(*(name for name in CALLS if name not in (*USUAL, "weights"))), *this_torch("weights")],
     dynamic=[True, *this_torch(False)],
 )
 def test_compiles_whole(backend, name, dynamic):
