@@ -33,7 +33,7 @@ from fastattn.translation.tokenizer import EOS_ID, Tokenizer
 
 RESULTS = Path(__file__).with_name("results.csv")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-VOCABULARY, TOKENS = 16_000, 25
+PRESET, VOCABULARY, TOKENS = "base", 16_000, 25
 CASES = {"32 sentences, beam 4": (32, 4), "1 sentence, greedy": (1, 1)}
 RIVALS = {"bf16": "int8", "fp32": "float32"}  # of like precision
 HAS_RIVAL = find_spec("ctranslate2") is not None
@@ -44,7 +44,7 @@ def write_model(folder: Path) -> None:
     lines = [line for path in verses("train") for line in read_lines(path)]
     tokenizer = Tokenizer.train(lines, VOCABULARY)
     torch.manual_seed(1)
-    model = Transformer(TransformerConfig.preset("base", tokenizer.vocab_size)).eval()
+    model = Transformer(TransformerConfig.preset(PRESET, tokenizer.vocab_size)).eval()
     checkpoint.save_model(model, tokenizer, folder / "fastattn")
     if HAS_RIVAL:
         to_ctranslate2(model, tokenizer, folder / "ctranslate2")
@@ -52,8 +52,9 @@ def write_model(folder: Path) -> None:
 
 def decoder(folder: Path, program: str, kind: str) -> Callable[[int, int], int]:
     """Return decode(batch, beam), which returns the number of target tokens."""
-    source = torch.randint(10, VOCABULARY, (32, TOKENS - 1), generator=torch.Generator().manual_seed(2))
     model, tokenizer = checkpoint.load(folder / "fastattn")
+    generator = torch.Generator().manual_seed(2)
+    source = torch.randint(10, tokenizer.vocab_size, (32, TOKENS - 1), generator=generator)
     if program == "fastattn":
         model = model.to(precision.DTYPES[kind])
         ended, lengths = F.pad(source, (0, 1), value=EOS_ID), torch.full((32,), TOKENS)
