@@ -30,9 +30,9 @@ tables:  ## the tables and pictures of the pages, from the results in benchmarks
 demo:  ## every operation checked and timed, then a small translator trained and used
 	fastattn demo
 
-slow:  ## the longer tests, two at a time: every instruction set, sanitizers, fresh installs
+slow:  ## the longer tests, three at a time, since some wait: every instruction set, sanitizers, fresh installs
 	FASTATTN_CPU_BUILD=all python setup.py build_ext --inplace
-	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 2 --dist worksteal --durations 30
+	OMP_NUM_THREADS=1 pytest -m "slow and not triton" -n 3 --dist worksteal --durations 30
 
 triton:  ## Triton's kernels at length: every test in the interpreter, every kernel compiled for every architecture
 	pytest -m triton
