@@ -114,8 +114,9 @@ def gate(request):
 
 def _beside_peers(request, case: Case, budget: float, rounds: tuple[int, int]) -> None:
     judge, option = request.getfixturevalue("judge"), request.config.getoption
-    attempts = 1 if option("--report") else contest.ATTEMPTS
-    everyone = option("--peers")
+    attempts, everyone = contest.ATTEMPTS, option("--peers")
+    if option("--report"):  # a short look, since no speed is judged
+        attempts, budget, rounds = 1, budget / 5, (2, rounds[1])
     result = contest.run(case, budget=budget, rounds=rounds, everyone=everyone, attempts=attempts)
     if result.missed(case.floor) and not (result.noise or option("--report")):  # only a longer look condemns
         result = contest.run(case, budget=3 * budget, rounds=rounds, everyone=everyone)
