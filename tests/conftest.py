@@ -63,9 +63,9 @@ def machine_isas():
     return [isa for isa in library.machine_isas().split(",") if isa in usable or isa not in compiled]
 
 
-# Every instruction set of this machine is tested. All except the best one are slow tests.
+# Every instruction set of this machine is tested; "cpu" runs the best one.
 ISAS = machine_isas()[1:]
-BACKENDS = ("reference", "cpu", "triton", "cuda", *slow(*(f"cpu:{isa}" for isa in ISAS)))
+BACKENDS = ("reference", "cpu", "triton", "cuda", *(f"cpu:{isa}" for isa in ISAS))
 # Backends for tests with very many parameters. There the reference, which is torch's own operations, is a slow test.
 KERNELS = ("cpu", *this_torch("reference"), *BACKENDS[2:])
 CUDA_TESTS = (
@@ -135,8 +135,9 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark what is slow. Triton's interpreter and the emulation of CUDA take milliseconds per program, so by default
-    only tests marked `representative` run on them. The cuda backend runs only the tests of the row operations and of
-    attention for Hopper, and instruction sets other than the best one run only the tests of kernels."""
+    only tests marked `representative` run on them, and on instruction sets other than the best one. The cuda backend
+    runs only the tests of the row operations and of attention for Hopper, and these instruction sets run only the tests
+    of kernels."""
 
     def backend_of(item):
         return item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""
@@ -147,9 +148,10 @@ def pytest_collection_modifyitems(items):
 
     items[:] = [item for item in items if serves(item)]
     for item in items:
-        name = backend_of(item)
-        if DEVICE == "cpu" and name in ("triton", "cuda") and not item.get_closest_marker("representative"):
-            item.add_marker(pytest.mark.triton if name == "triton" else pytest.mark.slow)
+        name = backend_of(item).partition(":")
+        is_sampled = interpreted(name[0]) or name[1]
+        if is_sampled and not item.get_closest_marker("representative"):
+            item.add_marker(pytest.mark.triton if name[0] == "triton" else pytest.mark.slow)
     if PASSED:
         passed = set(Path(PASSED, "all").read_text().splitlines())
         items[:] = [item for item in items if item.nodeid not in passed]
