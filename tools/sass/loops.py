@@ -41,19 +41,18 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
 
 def natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
     """Return the body of each loop by its head, in a graph whose entry is 0 and whose loops branch to lower places."""
-    reached = _reached(follow)
-    places = [place for place in range(len(follow)) if reached[place]]
+    places = _reached(follow)
     before = defaultdict(list)
     for place in places:
         for next_ in follow[place]:
             before[next_].append(place)
     bodies: dict[int, set[int]] = {}
-    for head in places:
+    for head in sorted(places):
         ends = [place for place in before[head] if place >= head]
         if not ends:
             continue
         elsewhere = _reached(follow, without=head)
-        work = [place for place in ends if not elsewhere[place]]  # the head dominates these
+        work = [place for place in ends if place not in elsewhere]  # the head dominates these
         if work:
             body = bodies[head] = {head}
         while work:
@@ -64,19 +63,16 @@ def natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
     return bodies
 
 
-def _reached(follow: Sequence[Sequence[int]], without: int | None = None) -> bytearray:
-    """Return by place whether the entry reaches it by a path that avoids the place ``without``."""
-    reached = bytearray(len(follow))
-    avoided = bytearray(len(follow))
-    if without is not None:
-        avoided[without] = True
+def _reached(follow: Sequence[Sequence[int]], without: int | None = None) -> set[int]:
+    """Return the places that the entry reaches by paths that avoid the place ``without``."""
+    seen: set[int] = set()
     work = [0]
     while work:
         place = work.pop()
-        if not (reached[place] or avoided[place]):
-            reached[place] = True
+        if place != without and place not in seen:
+            seen.add(place)
             work += follow[place]
-    return reached
+    return seen
 
 
 def innermost(code: Sequence[Instruction], pipe: str) -> list[list[Instruction]]:
