@@ -116,7 +116,8 @@ LONGER_CALLS = {
     "splits, padded": ((1, 2, 1, 64, 1600, 64, 64), {"padded": True}),
     "splits, lse": ((1, 1, 1, 40, 2000, 64, 64), {"return_lse": True}),
     "splits, dropout": ((1, 2, 1, 64, 1600, 64, 64), {"dropout_p": 0.25, **LOWER}),
-    "long": ((1, 1, 1, 4096, 4096, 16, 16), {"is_causal": True}),
+    # With fewer columns the keys of a peaked row are more alike: they cancel in dQ and leave the roundings of dS.
+    "long": ((1, 1, 1, 4096, 4096, 32, 32), {"is_causal": True}),
 }
 
 
@@ -183,8 +184,8 @@ def assert_as_exact_as_maths(backend, call, regime, dtype):
     count = 1 if shape[3] > 1000 else DRAWS
     if interpreted(backend):
         heads = [1, 1] if shape[1] == shape[2] else [2, 1]
-        if shape[3] > 8:  # a quarter of the draws, but not one alone; errors of a few peaked rows differ too much
-            shape, count = (math.ceil(shape[0] / 4), *heads, *shape[3:]), max(2, math.ceil(count / 4))
+        if shape[3] > 8:  # a quarter of the draws; errors of a few peaked rows differ too much
+            shape, count = (math.ceil(shape[0] / 4), *heads, *shape[3:]), math.ceil(count / 4)
         elif shape[4] >= 1000:  # half of the keys, which still are two splits or more
             shape = (shape[0], *heads, shape[3], shape[4] // 2, *shape[5:])
     assert_pooled(draw(regime, shape, dtype, **options) for _ in range(math.ceil(count / shape[0])))
