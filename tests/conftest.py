@@ -31,6 +31,11 @@ else:
 # share.
 os.environ.setdefault("MALLOC_ARENA_TEST", "8")
 
+# Inductor's pool of processes takes longer to start than it saves, and so does g++, with which it tries each of the
+# processor's instruction sets.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 settings.register_profile(
     "fixed",
     deadline=None,
