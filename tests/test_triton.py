@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE, require, slow
+from conftest import DEVICE, require, slow, this_torch
 from oracle import dropout_mask as exact_mask
 from oracle import gradients, threshold
 
@@ -189,9 +189,10 @@ def test_planted_compile_faults():
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-def test_ahead_of_time():
+@pytest.mark.parametrize("sample", ["usual", *this_torch("hard")])
+def test_ahead_of_time(sample):
     """The gate passes a sample of every operation with the installed Triton."""
-    status, output = program(str(TOOLS / "aot_gate.py"), "--arch", "90", "--sample")
+    status, output = program(str(TOOLS / "aot_gate.py"), "--arch", "90", "--sample", sample)
     assert status == 0, output
     assert "0 faults" in output
 

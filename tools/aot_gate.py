@@ -8,7 +8,7 @@ tensor cores, layout conversions and the matrix instructions. The exit status is
 
 ``--counts`` adds what ``sass`` counts in the main loop: instructions per score by pipe, clocks of the tensor cores,
 shared memory and issue slots, access widths, the order of products and waits. Compare it before and after a change of a
-kernel, for instance with ``--arch 90 --operation attention --sample``.
+kernel, for instance with ``--arch 90 --operation attention --sample usual``.
 
 Faults of any kernel:
 - spills that cost time;
@@ -265,17 +265,24 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-# Cases that take a minute, for every change: the usual calls, and the tiles that are hardest for dropout.
-SAMPLE: dict[str, list[tuple[Any, ...]]] = {
-    "attention": [
-        *((_long_attention, HALF, size, None, p) for size, p in product((64, 128), THRESHOLDS)),
-        *((_plain_attention, HALF, 64, torch.bool, p) for p in THRESHOLDS),
-        *((_varlen_attention, HALF, 128, p) for p in THRESHOLDS),
-        (_few_queries, HALF, 64, None),
-    ],
-    "dropout": CASES["dropout"][:1],
-    "layer_norm": [(_layer_norm, HALF, 512), (_dropout_add_layer_norm, HALF, 512, 6554)],
-    "softmax_dropout": [(_softmax_dropout, HALF, 512, None, 6554), (_softmax_dropout, HALF, 512, torch.bool, 0)],
+# Some cases of each operation, for every change: those of usual calls, and those of the tiles that are hardest for
+# dropout.
+SAMPLES: dict[str, dict[str, list[tuple[Any, ...]]]] = {
+    "usual": {
+        "attention": [(_long_attention, HALF, 64, None, p) for p in THRESHOLDS],
+        "dropout": CASES["dropout"][:1],
+        "layer_norm": [(_layer_norm, HALF, 512), (_dropout_add_layer_norm, HALF, 512, 6554)],
+        "softmax_dropout": [(_softmax_dropout, HALF, 512, None, 6554)],
+    },
+    "hard": {
+        "attention": [
+            *((_long_attention, HALF, 128, None, p) for p in THRESHOLDS),
+            *((_plain_attention, HALF, 64, torch.bool, p) for p in THRESHOLDS),
+            *((_varlen_attention, HALF, 128, p) for p in THRESHOLDS),
+            (_few_queries, HALF, 64, None),
+        ],
+        "softmax_dropout": [(_softmax_dropout, HALF, 512, torch.bool, 0)],
+    },
 }
 
 
@@ -652,7 +659,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=list(SHARED_MEMORY))
     parser.add_argument("--operation", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--sample", action="store_true", help="a few cases of each operation")
+    parser.add_argument("--sample", choices=SAMPLES, help="a few cases of each operation")
     parser.add_argument("--counts", action="store_true", help="print what is counted in each main loop")
     options = parser.parse_args(arguments)
     pretend(*options.arch)
@@ -660,8 +667,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"triton {triton.__version__}\n{'':90} registers  stack  per score  local  barriers  drains  "
         "shared clocks  shared  conversions  instructions"
     )
-    wanted = SAMPLE if options.sample else CASES
-    cases = [(operation, CASES[operation].index(case)) for operation in options.operation for case in wanted[operation]]
+    wanted = SAMPLES[options.sample] if options.sample else CASES
+    operations = [operation for operation in options.operation if operation in wanted]
+    cases = [(operation, CASES[operation].index(case)) for operation in operations for case in wanted[operation]]
     spawn, processes = multiprocessing.get_context("spawn"), len(os.sched_getaffinity(0))
     count = total = 0
     with ProcessPoolExecutor(processes, spawn, initializer=pretend, initargs=options.arch) as pool:
