@@ -84,12 +84,18 @@ def pip(folder: Path) -> tuple[object, ...]:
     return folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-compile"
 
 
-def test(folder: Path, version: str, wheel: Path) -> None:
-    """Install the wheel and the packages of its tests, and run them. Raise CalledProcessError if one fails."""
+def installed(version: str, wheel: Path) -> Path:
+    """Install the wheel and the packages of its tests into this torch's environment, and return its folder."""
+    folder = environment(version)
     (folder / "complete").unlink()
     run(*pip(folder), f"torch=={version}", f"{wheel}[test]")
     run(*pip(folder), "--no-deps", "--force-reinstall", wheel)
     (folder / "complete").touch()
+    return folder
+
+
+def test(folder: Path) -> None:
+    """Run the tests of the wheel in this environment. Raise CalledProcessError if one fails."""
     files = sorted(file for file in (ROOT / "tests").glob("test_*.py") if "torch_version" in file.read_text())
     pytest = folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files
     tests = "-m", MARKS, "-k", TESTS
@@ -101,7 +107,7 @@ def test(folder: Path, version: str, wheel: Path) -> None:
 
 def main(versions: list[str], wheel: Path | None, prepare: bool) -> int:
     failed: list[str] = []
-    # An environment is made while the wheel is built or while the tests of the previous one run.
+    # An environment is made while the wheel is built, or while the tests of the previous one run.
     background = futures.ThreadPoolExecutor(1)
     folders = {version: background.submit(environment, version) for version in versions or VERSIONS}
     with tempfile.TemporaryDirectory() as target:
@@ -110,11 +116,13 @@ def main(versions: list[str], wheel: Path | None, prepare: bool) -> int:
                 build = sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT
                 run(*build, FASTATTN_BUILD="1", FASTATTN_CUDA="0")
                 (wheel,) = Path(target).glob("*.whl")
-            for version, made in folders.items():
+            if wheel is not None:
+                folders = {version: background.submit(installed, version, wheel) for version in folders}
+            for version, folder in folders.items():
                 try:
-                    folder = made.result()
+                    made = folder.result()
                     if wheel is not None:
-                        test(folder, version, wheel)
+                        test(made)
                 except (OSError, subprocess.CalledProcessError) as error:
                     failed.append(f"torch {version}: {error}")
         finally:
