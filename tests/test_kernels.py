@@ -103,7 +103,7 @@ def test_aarch64():
     missing = [command for command in (build.CROSS_COMPILER, "qemu-aarch64") if shutil.which(command) is None]
     if missing:
         (pytest.fail if "aarch64" in REQUIRED else pytest.skip)(f"needs {' and '.join(missing)}")
-    assert passing(run("qemu-aarch64", build.build("aarch64"), 50)) == ["generic"]
+    assert passing(run("qemu-aarch64", build.build("aarch64"), 25)) == ["generic"]
 
 
 @pytest.mark.slow
