@@ -360,14 +360,14 @@ def require_nvcc():
 def compiled():
     """Build the library for several architectures."""
     require_nvcc()
-    return compile_gate.library()
+    return compile_gate.library(compile_gate.TESTED)
 
 
 @pytest.mark.slow
 def test_every_kernel_is_sound_machine_code(compiled):
     kernels = compile_gate.kernels_of(compiled)
     assert [str(kernel) for kernel in kernels if kernel.faults()] == []
-    for architecture in ("80", "90", "100"):
+    for architecture in ("80", "100"):
         names = [kernel.name for kernel in kernels if kernel.architecture == architecture]
         assert names.count("drop_rows(Dropout)") == 1
         assert len([name for name in names if name.startswith("attend<")]) == 18

@@ -36,7 +36,7 @@ def library(request) -> Path:
     """Return the path of a compiled library. Without one, skip, or fail under FASTATTN_REQUIRE=cpu."""
     if request.param == "cuda":
         require_nvcc()
-        return compile_gate.library()
+        return compile_gate.library(compile_gate.TESTED)
     require("cpu")
     return PACKAGE / f"_{request.param}.so"
 
