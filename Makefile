@@ -74,7 +74,7 @@ ci:  ## all that comes after the tests: lint docs dist slow torch-versions repor
 	done
 
 report:  # the benchmarks where neighbours disturb: only wrong results fail
-	pytest benchmarks --report -k "dispatch or floor or memory"
+	pytest benchmarks --report -k "dispatch or memory or floor and bfloat16"
 
 .PHONY: help install lint format test bench tables demo slow triton aot-gate compile-gate dry-launch planted-faults docs \
 	dist wheels presets torch-versions ci report

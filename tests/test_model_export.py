@@ -160,16 +160,16 @@ def test_ctranslate2_translates_as_we_do(translator, verses, variant):
 
 @pytest.mark.slow
 def test_ctranslate2_translates_as_the_bundled_model(translator):
-    """Greedy translations of 200 sentences in float32 agree from their beginning to their end. A beam of 4 ranks by
+    """Greedy translations of 100 sentences in float32 agree from their beginning to their end. A beam of 4 ranks by
     another length penalty; with the one of docs/translate.md, nearly all agree."""
     model, tokenizer = checkpoint.load(checkpoint.PRETRAINED)
-    sources = read_lines(VERSES / "test.en")[:200]
+    sources = read_lines(VERSES / "test.en")[:100]
     exported = translator(model, tokenizer)
     assert translate(model, tokenizer, sources, Search(beam=1)) == greedy(exported, tokenizer, sources, 400)
     pieces = [tokenizer.pieces(ids) for ids in tokenizer.encode(sources)]
     theirs = exported.translate_batch(pieces, beam_size=4, length_penalty=0.5, max_decoding_length=400)
     pairs = zip(translate(model, tokenizer, sources, Search(beam=4)), theirs, strict=True)
-    assert sum(ours == tokenizer.join(result.hypotheses[0]) for ours, result in pairs) >= 194
+    assert sum(ours == tokenizer.join(result.hypotheses[0]) for ours, result in pairs) >= 97
 
 
 @pytest.fixture(scope="module")
