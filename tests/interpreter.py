@@ -9,6 +9,7 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
+_truncating_cast = interpreter.InterpreterBuilder.cast_impl
 
 
 def _with_index(tensor, scope):
@@ -45,19 +46,10 @@ def strict(twice=False):
             state["patched"] = set()
             originals[executor]["__call__"](self, *args, **kwargs)
 
-        if not twice:
+        if twice:
+            _run_twice(run, tensors, self.fn.__name__)
+        else:
             run()
-            return
-        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors)}.values()
-        before = [s.clone() for s in storages]
-        run()
-        after = [s.clone() for s in storages]
-        for storage, content in zip(storages, before, strict=True):
-            storage.copy_(content)
-        run()
-        for storage, content in zip(storages, after, strict=True):
-            if bytes(storage) != bytes(content):
-                raise AssertionError(f"{self.fn.__name__}: another order of its programs gives other bits")
 
     def set_grid_dim(self, *grid):
         state["order"] = generator.permutation(np.prod(grid))
@@ -67,38 +59,13 @@ def strict(twice=False):
         place = np.unravel_index(state["order"][np.ravel_multi_index(index, self.grid_dim)], self.grid_dim)
         originals[builder]["set_grid_idx"](self, *(int(n) for n in place))
 
-    def check(ptrs, mask):
-        addresses = np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
-        size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
-        starts, ends = state["extents"]
-        place = np.searchsorted(starts, addresses, "right") - 1
-        if addresses.size and not (len(starts) and (place >= 0).all() and (addresses + size <= ends[place]).all()):
-            raise IndexError("an access outside the kernel's operands")
-
     def create_masked_load(self, ptrs, mask, *rest, **options):
-        check(ptrs, mask)
+        _check(state["extents"], ptrs, mask)
         return originals[builder]["create_masked_load"](self, ptrs, mask, *rest, **options)
 
     def create_masked_store(self, ptrs, value, mask, *rest):
-        check(ptrs, mask)
+        _check(state["extents"], ptrs, mask)
         return originals[builder]["create_masked_store"](self, ptrs, value, mask, *rest)
-
-    def create_dot(self, a, b, accumulator, *rest):
-        """Sum in float64, so that k q^T has the bits of q k^T.
-
-        A GPU adds both in the same order, numpy does not. A gradient of scores of 1e4 shows the difference."""
-        product = np.matmul(*(_as_float(x).data.astype(np.float64) for x in (a, b)))
-        total = product.astype(accumulator.data.dtype) + accumulator.data
-        return interpreter.TensorHandle(total, accumulator.dtype.scalar)
-
-    def cast_impl(self, source, target):
-        """Round float32 to the nearest bfloat16, as a GPU does. The interpreter truncates."""
-        kinds = source.dtype.scalar, target.scalar
-        if kinds == (tl.bfloat16, tl.float32):
-            return _as_float(source)
-        if kinds == (tl.float32, tl.bfloat16):
-            return interpreter.TensorHandle(_as_bfloat16(source.data), tl.bfloat16)
-        return originals[builder]["cast_impl"](self, source, target)
 
     def _patch_lang(function):
         """Patch each function once per launch. Patching at each call of a program would take most of the time."""
@@ -109,14 +76,57 @@ def strict(twice=False):
 
     executor.__call__ = call
     interpreter._patch_lang = _patch_lang
-    for function in (set_grid_dim, set_grid_idx, create_masked_load, create_masked_store, create_dot, cast_impl):
-        setattr(builder, function.__name__, function)
+    for function in (set_grid_dim, set_grid_idx, create_masked_load, create_masked_store, _create_dot, _cast_impl):
+        setattr(builder, function.__name__.lstrip("_"), function)
     try:
         yield
     finally:
         for owner, functions in originals.items():
             for name, function in functions.items():
                 setattr(owner, name, function)
+
+
+def _run_twice(run, tensors, name):
+    """Run twice from the same state of the tensors. Raise AssertionError if the second run leaves other bits."""
+    storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors)}.values()
+    before = [s.clone() for s in storages]
+    run()
+    after = [s.clone() for s in storages]
+    for storage, content in zip(storages, before, strict=True):
+        storage.copy_(content)
+    run()
+    for storage, content in zip(storages, after, strict=True):
+        if bytes(storage) != bytes(content):
+            raise AssertionError(f"{name}: another order of its programs gives other bits")
+
+
+def _check(extents, ptrs, mask):
+    """Raise IndexError if an access is outside the extents."""
+    addresses = np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
+    size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+    starts, ends = extents
+    place = np.searchsorted(starts, addresses, "right") - 1
+    if addresses.size and not (len(starts) and (place >= 0).all() and (addresses + size <= ends[place]).all()):
+        raise IndexError("an access outside the kernel's operands")
+
+
+def _create_dot(self, a, b, accumulator, *rest):
+    """Sum in float64, so that k q^T has the bits of q k^T.
+
+    A GPU adds both in the same order, numpy does not. A gradient of scores of 1e4 shows the difference."""
+    product = np.matmul(*(_as_float(x).data.astype(np.float64) for x in (a, b)))
+    total = product.astype(accumulator.data.dtype) + accumulator.data
+    return interpreter.TensorHandle(total, accumulator.dtype.scalar)
+
+
+def _cast_impl(self, source, target):
+    """Round float32 to the nearest bfloat16, as a GPU does. The interpreter truncates."""
+    kinds = source.dtype.scalar, target.scalar
+    if kinds == (tl.bfloat16, tl.float32):
+        return _as_float(source)
+    if kinds == (tl.float32, tl.bfloat16):
+        return interpreter.TensorHandle(_as_bfloat16(source.data), tl.bfloat16)
+    return _truncating_cast(self, source, target)
 
 
 def _as_float(handle):

@@ -353,20 +353,6 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
         for_usual = TABLE[backend].compiled().get(f"{name}_fast_usual", compiled)
         return compiled, for_usual, functools.cache(functools.partial(_plain_apply, name, backend))
 
-    @functools.cache
-    def on_device(device: torch.device) -> list[tuple[Callable[..., bool], Any]]:
-        """Return the functions of each library for a GPU, with what says whether it serves a call."""
-        found = [(TABLE[backend].plain(name, device), road(backend)) for backend in ("cuda", "triton")]
-        return [(serves, functions) for serves, functions in found if serves is not None and functions is not None]
-
-    def on_gpu(values: tuple[Any, ...]) -> tuple[Callable[..., Any], ...] | None:
-        if widened is not None and is_autocast_enabled() and values[widened].dtype is not torch.float32:
-            return None
-        for serves, functions in on_device(values[0].device):
-            if serves(values):
-                return functions
-        return None
-
     def accept(types: tuple[type, ...]) -> bool:
         """Return whether these types are the schema's, and keep them if they are. A bool is no integer."""
         if not all(kind in allowed for kind, allowed in zip(types, kinds, strict=False)):
@@ -400,9 +386,31 @@ def fast_path(name: str, *, is_cast: bool = False, widened: int | None = None) -
         except RuntimeError:  # torch refuses the layout, or the bindings packed sequences
             return None
 
-    roads = {"cpu": road("cpu")}
+    roads, on_gpu = {"cpu": road("cpu")}, _roads_of_gpus(name, road, widened)
     FAST_PATHS[name] = roads, road
     return call
+
+
+def _roads_of_gpus(
+    name: str, road: Callable[[str], tuple[Callable[..., Any], ...] | None], widened: int | None
+) -> Callable[[tuple[Any, ...]], tuple[Callable[..., Any], ...] | None]:
+    """Return a function that chooses the library for a call on CUDA tensors, and returns its functions or None."""
+
+    @functools.cache
+    def on_device(device: torch.device) -> list[tuple[Callable[..., bool], Any]]:
+        """Return the functions of each library for a GPU, with what says whether it serves a call."""
+        found = [(TABLE[backend].plain(name, device), road(backend)) for backend in ("cuda", "triton")]
+        return [(serves, functions) for serves, functions in found if serves is not None and functions is not None]
+
+    def on_gpu(values: tuple[Any, ...]) -> tuple[Callable[..., Any], ...] | None:
+        if widened is not None and is_autocast_enabled() and values[widened].dtype is not torch.float32:
+            return None
+        for serves, functions in on_device(values[0].device):
+            if serves(values):
+                return functions
+        return None
+
+    return on_gpu
 
 
 def _fast_arguments(name: str) -> tuple[list[str], list[frozenset[Any]], tuple[Any, ...]]:
