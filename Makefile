@@ -18,7 +18,7 @@ format:  ## what lint can put right by itself
 	ruff format .
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs clang-format -i
 
-test:  ## the tests, under five minutes
+test:  ## the tests, in about three minutes
 	pytest -n auto
 
 bench:  ## correctness and speed against the reference and what a user would pick instead
@@ -73,7 +73,7 @@ ci:  ## all that comes after the tests: lint docs dist slow torch-versions repor
 		start=$$(date +%s); $(MAKE) $$target || exit; echo "$$target: $$(($$(date +%s) - start)) s"; \
 	done
 
-report:  # the benchmarks where neighbours disturb: only wrong results fail
+report:  # some of the benchmarks where neighbours disturb: only wrong results fail
 	pytest benchmarks --report -k "dispatch or memory or floor and bfloat16"
 
 .PHONY: help install lint format test bench tables demo slow triton aot-gate compile-gate dry-launch planted-faults docs \

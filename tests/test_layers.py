@@ -137,7 +137,7 @@ EXCEPTIONS = {"SoftmaxDropoutArgs", "softmax_dropout_op"}
 
 
 def test_translation_imports_what_is_public():
-    """fastattn.translation imports public names and the modules that serve every layer, no other code below it."""
+    """fastattn.translation imports public names and the modules that serve every layer, such as _torch_private."""
     below = ("fastattn.backends", "fastattn.ops", "fastattn.nn", "fastattn.integrations")
     found = {
         alias.name

@@ -31,8 +31,8 @@ def build(variant: str = "plain") -> Path:
     flags = f"{native_build.CXX_FLAGS} {VARIANTS[variant]}"
     sets = native_build.INSTRUCTION_SETS["aarch64"] if variant == "aarch64" else native_build.instruction_sets()
     if variant in ("address", "thread"):
-        # This machine's best set and, but for threads, whose code all share, the generic one. amx_bf16 calls the next
-        # set's kernels. The plain program finds the other sets' wrong accesses by guard pages.
+        # This machine's best set, of which amx_bf16 calls the next one's kernels. Addresses are checked in the generic
+        # one too, in the others by the guard pages of the plain program. All sets share the code for threads.
         names = [name for name, flags in sets.items() if native_build.machine_has(flags)]
         names = names[: 2 if "amx_bf16" in names else 1] + ([] if variant == "thread" else names[-1:])
         sets = {name: sets[name] for name in dict.fromkeys(names)}
