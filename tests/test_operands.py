@@ -1,7 +1,9 @@
 """Tests of operands whose memory the backward pass or a kernel may not simply read: changed, lazy, of inference
 mode."""
 
+import contextlib
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -147,6 +149,88 @@ def test_the_copy_of_a_mask_is_not_expanded():
     (copy,) = [tensor for tensor in saved if tensor.dtype == torch.bool]
     assert copy.untyped_storage().nbytes() == L * L
     assert copy.shape == mask.shape
+
+
+# Calls of every operation with a gradient, by name.
+PLAIN = {
+    "attention": dense(is_causal=True, dropout_p=0.3, seed=SEED),
+    "packed": packed(dropout_p=0.3, seed=SEED),
+    "softmax_dropout": lambda leaf: softmax_dropout(leaf, 0.3, MASK[:, :E], seed=SEED),
+    "layer_norm": lambda leaf: layer_norm(leaf, (E,)),
+    "dropout_add_layer_norm": lambda leaf: fastattn.dropout_add_layer_norm(leaf, leaf, dropout_p=0.3, seed=SEED),
+    "dropout": lambda leaf: dropout(leaf, 0.3, seed=SEED),
+}
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+MODES = {
+    "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=True),
+    "deterministic": deterministic,
+    "saved in bytes": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (t.shape, t.dtype, t.contiguous().view(-1).view(torch.uint8).clone()),
+        lambda kept: kept[2].view(kept[1]).view(kept[0]),
+    ),
+}
+
+
+@pytest.mark.torch_version
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", PLAIN)
+def test_modes_of_autograd(call, mode):
+    """Plain calls have the same gradient in these modes."""
+    leaf = operand(1, L, L, E)
+    wanted = gradient(PLAIN[call](leaf), leaf)
+    with MODES[mode]():
+        assert torch.equal(gradient(PLAIN[call](leaf), leaf), wanted)
+
+
+def test_anomaly_mode_names_the_operation(backend):
+    """A NaN that the backward pass makes is an error that names the node."""
+    leaf = operand(1, L, L, E)
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="fastattn_layer_norm"):
+        (layer_norm(leaf, (E,)) * math.inf).sum().backward()
+
+
+def freed(*shape, dtype=torch.float32):
+    tensor = torch.ones(shape, dtype=dtype)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+HEADS = torch.ones(1, L, L, E)
+FREED = {
+    "query": lambda: scaled_dot_product_attention(freed(1, L, L, E), HEADS, HEADS),
+    "bool mask": lambda: scaled_dot_product_attention(HEADS, HEADS, HEADS, freed(1, 1, L, L, dtype=torch.bool)),
+    "packed value": lambda: varlen_attn(HEADS[0], HEADS[0], freed(L, L, E), OFFSETS, OFFSETS, L, L),
+    "weight": lambda: layer_norm(HEADS, (E,), freed(E)),
+    "residual": lambda: fastattn.dropout_add_layer_norm(HEADS, freed(1, L, L, E)),
+    "softmax_dropout": lambda: softmax_dropout(freed(1, L, L, E)),
+    "dropout": lambda: dropout(freed(1, L, L, E), seed=SEED),
+}
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("case", FREED)
+def test_an_operand_whose_storage_was_freed_is_refused(case, is_plain):
+    """FSDP frees parameters so. The kernels would read from address 0, or take a weight as absent."""
+    with contextlib.nullcontext() if is_plain else fastattn.backend("cpu"), pytest.raises(RuntimeError, match="freed"):
+        FREED[case]()
+
+
+def test_an_operand_whose_storage_was_freed_before_the_backward_pass_is_refused():
+    leaf, key, weight = operand(1, L, L, E), torch.ones(1, L, L, E), torch.ones(E)
+    outs = scaled_dot_product_attention(leaf, key, key), layer_norm(leaf, (E,), weight)
+    for tensor, out in zip((key, weight), outs, strict=True):
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="freed"):
+            out.sum().backward()
 
 
 def negated(tensor):

@@ -53,7 +53,7 @@ inline void set_operands(Attention& a, const Tensor& query, const Tensor& key, c
 // Check offsets against their bound, because the bounds determine the sizes of the kernels' buffers. Python checks only
 // values that it can read, and it can read none while a call is compiled or exported.
 inline void check_offsets(const Tensor& offsets, const char* name, int64_t total, int64_t longest, const char* bound) {
-  const int64_t *at = offsets.const_data_ptr<int64_t>(), count = offsets.numel();
+  const int64_t *at = (const int64_t*)address_of(offsets), count = offsets.numel();
   STD_TORCH_CHECK(at[0] == 0 && at[count - 1] == total, "varlen_attn: ", name, " must rise from 0 to ", total,
                   ", got from ", at[0], " to ", at[count - 1]);
   for (int64_t s = 1; s < count; ++s) {
@@ -74,7 +74,7 @@ inline void set_packed(Attention& a, const Tensor& cu_seq_q, const Tensor& cu_se
   }
   a.seqlen_q = std::min(max_q, a.seqlen_q), a.seqlen_k = std::min(max_k, a.seqlen_k);
   a.window_left = std::min(a.window_left, a.seqlen_k), a.window_right = std::min(a.window_right, a.seqlen_q);
-  a.cu_seq_q = cu_seq_q.const_data_ptr<int64_t>(), a.cu_seq_k = cu_seq_k.const_data_ptr<int64_t>();
+  a.cu_seq_q = (const int64_t*)address_of(cu_seq_q), a.cu_seq_k = (const int64_t*)address_of(cu_seq_k);
   a.key_lengths = data_of<int64_t>(seqused_k);
 }
 

@@ -72,7 +72,7 @@ inline bool is_dense(const Tensor& tensor) {
 void run_dropout(const Backend& backend, const Matrices& in, const Matrices& to, const Tensor* input, const Tensor& out,
                  const Tensor& seed, int64_t threshold) {
   Dropout problem;
-  problem.input = input ? input->const_data_ptr() : nullptr;
+  problem.input = input ? address_of(*input) : nullptr;
   problem.out = out.mutable_data_ptr();
   problem.dtype = dtype_of(out, "input");
   problem.outer = in.outer, problem.inner = in.inner, problem.rows = in.rows, problem.columns = in.columns;

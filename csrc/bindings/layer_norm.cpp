@@ -17,7 +17,7 @@ struct Rows {
   int64_t stride = 0;
 
   Rows(const Tensor& source, const char* name)
-      : tensor(folds(source) ? source : dense(source)), data(tensor.const_data_ptr()), dtype(dtype_of(source, name)) {
+      : tensor(folds(source) ? source : dense(source)), data(address_of(tensor)), dtype(dtype_of(source, name)) {
     const Sizes sizes = tensor.sizes(), strides = tensor.strides();
     for (int64_t d = (int64_t)sizes.size() - 2; d >= 0; --d)
       if (sizes[d] > 1) {

@@ -140,6 +140,14 @@ inline std::string shape_of(Sizes sizes) {
   return shape + ")";
 }
 
+// Return the address of a tensor's first element. A tensor whose storage was freed has none, unless it is empty.
+inline const void* address_of(const Tensor& tensor) {
+  const void* address = tensor.const_data_ptr();
+  STD_TORCH_CHECK(address || tensor.numel() == 0, "fastattn: the storage of a tensor of shape ",
+                  shape_of(tensor.sizes()), " was freed; the call needs its data");
+  return address;
+}
+
 // Return an empty tensor, without the dispatcher, which costs as much as a small operation. The error is worded here,
 // because the stable ABI does not pass torch's message.
 inline Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Device device) {
@@ -240,7 +248,7 @@ inline Tensor copy_of(const Tensor& tensor, Device device) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided((int64_t)sizes.size(), sizes.data(), tensor.strides().data(), dtype,
                                                   device.type, device.index, &handle));
   Tensor copy(handle);
-  memcpy(copy.mutable_data_ptr(), tensor.const_data_ptr(), (size_t)tensor.numel() * tensor.element_size());
+  memcpy(copy.mutable_data_ptr(), address_of(tensor), (size_t)tensor.numel() * tensor.element_size());
   return copy;
 }
 
@@ -309,10 +317,10 @@ inline std::optional<Tensor> dense(const std::optional<Tensor>& tensor) { return
 
 template <class T>
 const T* data_of(const std::optional<Tensor>& tensor) {
-  return tensor ? (const T*)tensor->const_data_ptr() : nullptr;
+  return tensor ? (const T*)address_of(*tensor) : nullptr;
 }
 
-inline void* writable(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+inline void* writable(const Tensor& tensor) { return const_cast<void*>(address_of(tensor)); }
 
 // Return the operand of a tensor (batch, heads, rows, columns), or (rows, heads, columns) for packed sequences.
 inline Heads heads_of(const Tensor& tensor) {

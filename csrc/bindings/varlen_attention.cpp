@@ -25,7 +25,7 @@ inline bool are_plain_lengths(const std::optional<Tensor>& used, const Tensor& o
   const int64_t count = offsets.size(0) - 1;
   if (!is_plain_integers(*used, device, count)) return false;
   if constexpr (!Backend::kReadsOffsets) return true;
-  const int64_t *n = used->const_data_ptr<int64_t>(), *at = offsets.const_data_ptr<int64_t>();
+  const int64_t *n = data_of<int64_t>(used), *at = (const int64_t*)address_of(offsets);
   for (int64_t s = 0; s < count; ++s)
     if (n[s] < 0 || n[s] > at[s + 1] - at[s]) return false;
   return true;
