@@ -91,12 +91,12 @@ def _parsed(line: dict[str, str]) -> dict[str, Any]:
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows behind those that the file has, whole or not at all."""
+    """Write rows in the place of those that the file has of the same cases, whole or not at all."""
     kept = read(path) if path.exists() else []
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for row in (*kept, *rows):
+    for row in newest((*kept, *rows)):
         cells = asdict(row).values()
         writer.writerow("" if v is None else f"{v:.5g}" if isinstance(v, float) else v for v in cells)
     write_file(path, text.getvalue().encode())
