@@ -1,4 +1,4 @@
-// What Hopper's backward pass of attention computes by query.
+// The kernels by query of attention's backward pass for Hopper, before and after its main kernel.
 //
 //   prepare_rows, for each tile of queries of a head: for each query:
 //     delta = rowsum(dO (O + residual)) - dLSE; the values by which P is computed again;

@@ -1,5 +1,5 @@
-// What Hopper's backward pass of attention (attention_hopper_backward.cu) computes by query, before and after its main
-// kernel (query_gradient.cu), and the buffers between the three.
+// The kernels by query of attention's backward pass for Hopper (query_gradient.cu), before and after its main kernel
+// (attention_hopper_backward.cu), and the buffers between the three.
 #pragma once
 #include <cuda_runtime.h>
 

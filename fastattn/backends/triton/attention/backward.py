@@ -1,6 +1,7 @@
 """Attention's backward pass, FlashAttention's (Dao et al. 2022). P is recomputed from the statistics.
 
-    grad_query_kernel, per tile of BLOCK_M queries: delta = rowsum(dO * O) - dLSE; for full, then partial key tiles:
+    grad_query_kernel, per tile of BLOCK_M queries: delta = rowsum(dO * (O + residual)) - dLSE; for full, then partial
+    key tiles:
         S = Q K^T; P; dP = dO V^T; dS = P * (dP - delta); dQ += round(dS) K
     grad_key_value_kernel, per tile of BLOCK_N keys: for full, then partial: for query heads of the group: query tiles:
         S^T = K Q^T; P^T; dP^T = V dO^T; dV += dropout(P)^T dO; dK += dS^T Q
