@@ -289,8 +289,8 @@ def test_a_copy_is_not_the_limit_of_products_in_float64():
 # --- rows ---
 
 
-def test_rows_are_kept(tmp_path):
-    """Appended rows stand behind earlier ones."""
+def test_the_newest_row_of_a_case_is_kept(tmp_path):
+    """A row takes the place of the earlier one of its case, at the end."""
     path, where = tmp_path / "results.csv", report.here()
     first = report.rows_of(result(2.0, share=0.5, limit="copy", own=0.5), "float32", where)
     report.append(path, first)
@@ -302,7 +302,7 @@ def test_rows_are_kept(tmp_path):
     assert first[0].theirs == 2
     assert first[0].machine == report.cpu_name()
     report.append(path, [replace(first[0], ratio=1 / 3)])
-    assert [row.ratio for row in report.newest(report.read(path))] == [2.0, 0.33333]  # five digits, newest last
+    assert [row.ratio for row in report.read(path)] == [2.0, 0.33333]  # five digits, newest last
     another = replace(first[0], torch="2.10.0")
     assert len(report.newest([*first, another])) == 3
 
