@@ -1,19 +1,21 @@
-"""The cuda backend's attention for Hopper: many queries, dropout, packed sequences. Its device code is emulated on the
-CPU.
+"""The cuda backend's attention for Hopper: many queries, dropout, packed sequences, and the gradients of all these. Its
+device code is emulated on the CPU.
 
-Facts about Hopper's instructions and planted faults are in test_hopper.py."""
+Facts about Hopper's instructions and planted faults are in test_hopper.py. What gradients have alone is in
+test_hopper_backward.py."""
 
 import contextlib
 import functools
+import itertools
 import math
 import zlib
 
 import pytest
 import torch
-from conftest import require
-from hopper_problems import *  # noqa: F403 (its tests run here too)
-from hopper_problems import HALVES, IS_EMULATED, KEYS, LAYOUTS, QUERIES, SEED, SHAPES, boundaries, packed
-from oracle import assert_accurate, dropout_mask, varlen_attention, visible
+from conftest import DEVICE, require
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import assert_accurate, dropout_mask, gradients, varlen_attention, visible
 from oracle import attention as exact
 from pairs import in_turn, pairwise
 from test_attention import (
@@ -21,17 +23,39 @@ from test_attention import (
     EXCLUDING,
     MASKS,
     NOTHING,
+    WINDOWS,
     assert_nan_reaches_what_attends_to_it,
     excluding,
+    mask_views,
     operands,
 )
-from test_cuda_attention import check, emulated_controls
+from test_attention import check as check_gradients
+from test_cuda_attention import check as check_forward
+from test_cuda_attention import emulated_controls
 
 import emulation
 import fastattn
 from fastattn import scaled_dot_product_attention, varlen_attn
 from fastattn.backends import TABLE
 from fastattn.backends.schema import AttentionArgs, VarlenAttentionArgs
+
+IS_EMULATED = DEVICE == "cpu"
+HALVES = [torch.bfloat16, torch.float16]
+SEED = torch.tensor([0x1234567890ABCDEF, 7])
+
+SHAPES = [  # (B, Hq, Hk, Lq, Lk, E, Ev)
+    *((1, 1, 1, 17, 1, 8, 8), (2, 3, 3, 20, 37, 64, 64), (1, 4, 2, 213, 203, 64, 64), (2, 6, 2, 21, 131, 96, 32)),
+    *((1, 4, 1, 150, 260, 128, 128), (1, 1, 1, 70, 200, 192, 184), (1, 2, 1, 70, 140, 256, 256)),
+    *((1, 1, 1, 20, 500, 16, 200), (1, 1, 1, 400, 50, 40, 72), (1, 2, 1, 129, 257, 128, 80)),
+]
+
+LAYOUTS = {
+    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "between others": lambda t: torch.nn.functional.pad(t, (0, 8, 2, 3))[:, :, 2:-3, :-8],
+    "batch inside": lambda t: t.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+    "transposed": lambda t: t.mT.contiguous().mT,
+}
+
 
 SCHEDULES = range(3 if IS_EMULATED else 1)
 
@@ -55,16 +79,6 @@ def controls(backend):
     yield from emulated_controls()
 
 
-@pytest.fixture(name="check")
-def checks():
-    return check
-
-
-@pytest.fixture(name="check_packed")
-def checks_of_packed():
-    return check_packed
-
-
 def each_schedule(controls, call):
     """Return the results of call() in several schedules and on several numbers of multiprocessors."""
     for schedule, count in zip(SCHEDULES, (132, 1, 2), strict=False):
@@ -74,17 +88,25 @@ def each_schedule(controls, call):
         yield call()
 
 
+def check(query, key, value, attn_mask=None, *, lse=True, **options):
+    """Check output and LSE of a call without gradients, and all of one with gradients. A float mask has none here."""
+    out, found_lse = check_forward(query, key, value, attn_mask, **options)
+    options["enable_gqa"] = query.size(1) != key.size(1)
+    _, grads = check_gradients(query, key, value, attn_mask, lse=lse, mask_grad=False, **options)
+    return out, found_lse, grads
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape, dtype):
-    check(*operands(shape, dtype))
+    check(*operands(shape, dtype), lse=False)
     check(*operands(shape, dtype), is_causal=True)
     check(*operands(shape, dtype), dropout_p=0.2, seed=SEED)
 
 
 def test_sections_of_heads():
     """Of three heads two fit into the cache together, by the length of their keys, of which few are seen."""
-    check(*operands((1, 3, 3, 20, 16200, 256, 256), torch.bfloat16), key_lengths=torch.tensor([40]))
+    check_forward(*operands((1, 3, 3, 20, 16200, 256, 256), torch.bfloat16), key_lengths=torch.tensor([40]))
 
 
 def test_strides_of_dimensions_of_size_1():
@@ -98,14 +120,18 @@ def test_strides_of_dimensions_of_size_1():
 @pytest.mark.parametrize("kind", EXCLUDING)
 def test_excluded_keys_may_hold_anything(kind, dtype, bad):
     dropout = {"dropout_p": 0.2, "seed": SEED} if kind == "bias, lengths" else {}
-    tensors, masks, _ = excluding(kind, dtype, 40, bad)
-    check(*tensors, **masks, **dropout)
+    tensors, masks, gone = excluding(kind, dtype, 40, bad)
+    _, _, (_, grad_key, grad_value) = check(*tensors, **masks, **dropout)
+    assert (grad_key[gone] == 0).all()
+    assert (grad_value[gone] == 0).all()
 
 
 @pairwise(kind=NOTHING, dtype=HALVES, p=[0.0, 0.3])
 def test_nothing_to_see(kind, dtype, p):
-    _, lse = check(*operands((2, 2, 2, 19, 40, 16, 16), dtype), dropout_p=p, seed=SEED, **NOTHING[kind]())
-    assert lse.isfinite().any() == kind.startswith("some rows")
+    _, lse, grads = check(*operands((2, 2, 2, 19, 40, 16, 16), dtype), dropout_p=p, seed=SEED, **NOTHING[kind]())
+    is_seen = kind.startswith("some rows")
+    assert lse.isfinite().any() == is_seen
+    assert is_seen or not any(grad.any() for grad in grads)
 
 
 @pytest.mark.representative
@@ -151,7 +177,7 @@ def test_mask_of_the_smallest_number(dtype):
     tensors = operands((1, 2, 2, 26, 143, 16, 16), dtype)
     minimum = torch.finfo(dtype).min
     check(*tensors, torch.zeros(143, dtype=dtype).masked_fill(torch.arange(143) > 20, minimum))
-    out, _ = check(*tensors, torch.full((143,), torch.finfo(torch.float32).min))
+    out, _, _ = check(*tensors, torch.full((143,), torch.finfo(torch.float32).min), lse=False)
     uniform = tensors[2].double().mean(-2, keepdim=True)
     assert (out.double() - uniform).abs().amax() <= 2 * torch.finfo(dtype).eps
 
@@ -160,7 +186,7 @@ def test_a_mask_of_the_smallest_number_beside_lower_scores():
     """Their sum is below float32, and still hides no key."""
     query, key, value = operands((1, 2, 2, 26, 143, 16, 16), torch.bfloat16)
     query, key = query.fill_(-1e16), key.fill_(1e15)
-    out, _ = check(query, key, value, torch.full((143,), torch.finfo(torch.float32).min))
+    out, _ = check_forward(query, key, value, torch.full((143,), torch.finfo(torch.float32).min))
     uniform = value.double().mean(-2, keepdim=True)
     assert (out.double() - uniform).abs().amax() <= 2 * torch.finfo(torch.bfloat16).eps
 
@@ -172,6 +198,133 @@ def test_bytes_of_a_mask_other_than_0_and_1(queries):
     for mask in (given[:, :140], given[:1, :140], given[:, ::2]):
         wanted, found = (scaled_dot_product_attention(*tensors, m) for m in (mask != 0, mask.view(torch.bool)))
         assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 385])
+def test_lengths_around_tiles(dtype, length):
+    check(*operands((1, 1, 1, length, length + 1, 32, 32), dtype), is_causal=True)
+    check(*operands((1, 1, 1, 18, length, 192, 192), dtype), window_size=(100, 3), causal_variant="lower_right")
+    check(*operands((1, 1, 1, length, 70, 128, 128), dtype), window_size=(20, 30))
+
+
+@pytest.mark.parametrize(("e", "dtype"), in_turn(range(8, 257, 8), HALVES), ids=str)
+def test_every_head_size(e, dtype):
+    check(*operands((1, 2, 1, 18, 135, e, max(8, e - 24)), dtype), is_causal=True)
+    check(*operands((1, 1, 1, 18, 70, max(8, e - 56), e), dtype), torch.randn(70), dropout_p=0.3, seed=SEED)
+
+
+@pairwise(
+    p=[0.0, 0.4],
+    lengths=[None, (153, 0, 118)],
+    window=[*WINDOWS[:4], (100, 30)],
+    mask=MASKS,
+    diagonal=DIAGONALS,
+    queries=[21, 140],
+    sizes=[(16, 24), (64, 64), (128, 128), (192, 192)],
+    dtype=HALVES,
+)
+def test_masks_combine(p, lengths, window, mask, diagonal, queries, sizes, dtype):
+    attn_mask = MASKS[mask]((3, 2, queries, 153))
+    attn_mask = attn_mask.to(dtype) if mask == "float" else attn_mask
+    lengths = None if lengths is None else torch.tensor(lengths)
+    options = {"key_lengths": lengths, "window_size": window, **DIAGONALS[diagonal]}
+    check(
+        *operands((3, 2, 1, queries, 153, *sizes), dtype), attn_mask, dropout_p=p, seed=SEED if p else None, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("view", "kind"),
+    [*in_turn(mask_views(21), [torch.bool]), *in_turn(mask_views(21), [torch.float32, *HALVES])],
+    ids=str,
+)
+def test_mask_broadcasts_and_strides(kind, view):
+    shape, look = mask_views(21)[view]
+    mask = torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind)
+    check(*operands((3, 4, 4, 21, 43, 8, 8), torch.bfloat16), look(mask))
+
+
+def test_masks_that_leave_out_tiles():
+    """Tiles to which a mask shows nothing, all or some, per head, are left out, taken whole or masked."""
+    ends = torch.tensor([300, 128, 0, 131])[:, None]
+    mask = (torch.arange(300) < ends).repeat_interleave(70, 0)[:270]
+    both = torch.stack([mask, torch.ones_like(mask)])
+    query, key, value = operands((1, 2, 1, 270, 300, 64, 64), torch.bfloat16)
+    for some in (mask, both, torch.where(both, 0.0, -math.inf)):
+        for options in ({}, {"window_size": (150, 20)}, {"key_lengths": torch.tensor([290]), "is_causal": True}):
+            check(query, key, value, some, **options)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((2, 2, 2, 20, 0, 8, 8), (0, 2, 2, 20, 5, 8, 8), (2, 0, 0, 20, 5, 8, 8), (2, 0, 2, 20, 5, 8, 8)),
+        (2, 2, 2, 0, 5, 8, 8),
+    ],
+    ids=str,
+)
+def test_nothing_at_all(shape, dtype):
+    check(*operands(shape, dtype))
+    mask = torch.ones(shape[0], 1, shape[3], shape[4], dtype=torch.bool)
+    check(*operands(shape, dtype), mask, dropout_p=0.3, seed=SEED)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scale", [0, -0.7, 3.5, 1e-3, 1e-50])
+def test_scale(scale, dtype):
+    tensors = operands((1, 2, 2, 21, 143, 16, 16), dtype)
+    check(*tensors, scale=scale)
+    check(*tensors, torch.randn(143), scale=scale, is_causal=True)
+    check(*tensors, scale=scale, dropout_p=0.3, seed=SEED)
+
+
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "seed": SEED}], ids=["plain", "dropout"])
+@pytest.mark.parametrize(("scale", "of_query", "of_key"), [(3e38, 1e-30, 1e-8), (2e-38, 1e30, 1e7)])
+def test_scales_at_the_ends_of_float32(scale, of_query, of_key, dropout):
+    query, key, value = operands((1, 2, 2, 21, 143, 16, 16), torch.bfloat16)
+    check(query * of_query, key * of_key, value, scale=scale, **dropout)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("largest", [100.0, -100.0, 1e4, -1e4])
+def test_large_scores(largest, dtype):
+    query, key, value = operands((1, 2, 2, 40, 143, 16, 16), dtype)
+    scale = largest / (query.double() @ key.double().mT).abs().amax().item()
+    check(query, key, value, scale=scale)
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize("seed", [(2**63 - 1, 2**32 + 5), (-1, 0), (-(2**63), 2**40), (3, -1)], ids=str)
+def test_dropout_seeds(seed):
+    seed = torch.tensor(seed)
+    check(*operands((1, 2, 2, 19, 45, 8, 8), torch.bfloat16), dropout_p=0.5, seed=seed)
+    check(*operands((1, 2, 2, 19, 45, 8, 8), torch.bfloat16), dropout_p=0.5, seed=seed.repeat_interleave(2)[::2])
+
+
+@settings(max_examples=25 if IS_EMULATED else 200)
+@given(
+    shape=st.tuples(*(st.integers(1, n) for n in (2, 2, 3, 230, 330)), *(st.integers(1, 32),) * 2),
+    mask=st.sampled_from(list(MASKS)),
+    diagonal=st.sampled_from(list(DIAGONALS)),
+    window=st.tuples(*(st.integers(-1, 330),) * 2),
+    scale=st.sampled_from([None, 0.2, -0.1]),
+    p=st.sampled_from([0.0, 0.1, 0.85]),
+    dtype=st.sampled_from(HALVES),
+    lengths=st.one_of(st.none(), st.tuples(*(st.floats(0, 1),) * 2)),
+)
+def test_any_problem(shape, mask, diagonal, window, scale, p, dtype, lengths):
+    torch.manual_seed(0)
+    b, hk, group, lq, lk, e, ev = shape
+    tensors = operands((b, hk * group, hk, lq, lk, 8 * e, 8 * ev), dtype)
+    attn_mask = MASKS[mask]((b, hk * group, lq, lk))
+    options = {"window_size": window, "scale": scale, **DIAGONALS[diagonal]}
+    if lengths:
+        options["key_lengths"] = (torch.tensor(lengths[:b]) * lk).long()
+    if p:
+        options |= {"dropout_p": p, "seed": SEED}
+    check(*tensors, attn_mask, **options)
 
 
 # Dropout
@@ -223,7 +376,7 @@ def test_dropped_weights_of_long_rows(head_dim):
 def test_dropout_extremes(p, mask):
     tensors = operands((1, 2, 2, 19, 145, 8, 8), torch.bfloat16)
     mask = None if mask is None else torch.rand(19, 145) < 0.7
-    out, _ = check(*tensors, mask, dropout_p=p, seed=SEED)
+    out, _, _ = check(*tensors, mask, dropout_p=p, seed=SEED)
     if p == 1e-6:
         assert torch.equal(out, scaled_dot_product_attention(*tensors, mask))
     if p == 1.0:
@@ -232,26 +385,71 @@ def test_dropout_extremes(p, mask):
 
 # Packed sequences
 
+QUERIES, KEYS = (5, 0, 133, 1, 17, 64), (9, 4, 140, 0, 300, 64)
+
+
+def boundaries(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+def packed(queries, keys, heads, sizes, dtype):
+    (hq, hk), (e, ev) = heads, sizes
+    shapes = (sum(queries), hq, e), (sum(keys), hk, e), (sum(keys), hk, ev)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
 
 def check_packed(tensors, queries, keys, **options):
+    """Check as ``check`` does. Return the output and the gradients."""
     sequences, longest = (boundaries(queries), boundaries(keys)), (max(queries), max(keys))
-    out, lse = varlen_attn(*tensors, *sequences, *longest, return_lse=True, **options)
-    wanted, wanted_lse = varlen_attention(*tensors, *sequences, **options)
-    peer = varlen_attention(*tensors, *sequences, dtype=tensors[0].dtype, **options)[0]
+
+    def call(*tensors):
+        return varlen_attn(*tensors, *sequences, *longest, return_lse=True, **options)
+
+    def composed(dtype):
+        def function(*tensors):
+            return varlen_attention(*(t.to(dtype) for t in tensors), *sequences, dtype=dtype, **options)
+
+        return gradients(function, tensors)
+
+    (wanted, wanted_lse), wanted_grads = composed(torch.float64)
+    (peer, _), peer_grads = composed(tensors[0].dtype)
     peer_lse = varlen_attention(*tensors, *sequences, dtype=torch.float32, **options)[1]
+    out, lse = call(*tensors)
     assert_accurate(out, wanted, peer, f"out {options}")
     assert_accurate(lse, wanted_lse, peer_lse, f"lse {options}", magnitude=1.0)
-    return out, lse
+    grads = gradients(call, tensors)[1]
+    for name, *three in zip(("query", "key", "value"), grads, wanted_grads, peer_grads, strict=True):
+        assert_accurate(*three, f"gradient of {name} {options}")
+    return out, grads
+
+
+@pairwise(
+    options=[
+        {},
+        {"is_causal": True},
+        {"window_size": (4, 2)},
+        {"is_causal": True, "window_size": (6, -1), "scale": -0.3},
+        {"is_causal": True, "dropout_p": 0.4},
+    ],
+    heads=[(2, 2), (4, 2), (3, 1)],
+    sizes=[(16, 16), (64, 24), (128, 128)],
+    dtype=HALVES,
+)
+def test_packed_sequences(options, heads, sizes, dtype):
+    tensors = packed(QUERIES, KEYS, heads, sizes, dtype)
+    check_packed(tensors, QUERIES, KEYS, seed=SEED, enable_gqa=heads[0] != heads[1], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_size": (5, 5), "dropout_p": 0.3}], ids=str)
 def test_used_keys_of_packed_sequences(options):
     used = torch.tensor([3, 4, 131, 0, 216, 64])
     query, key, value = packed(QUERIES, KEYS, (2, 1), (16, 16), torch.bfloat16)
-    for start, length, n in zip(boundaries(KEYS), KEYS, used, strict=False):
-        key[start + n : start + length] = math.nan
-        value[start + n : start + length] = math.inf
-    check_packed((query, key, value), QUERIES, KEYS, seqused_k=used, seed=SEED, enable_gqa=True, **options)
+    unused = torch.cat([torch.arange(n) >= m for n, m in zip(KEYS, used, strict=True)])
+    key[unused], value[unused] = math.nan, math.inf
+    tensors = query, key, value
+    _, grads = check_packed(tensors, QUERIES, KEYS, seqused_k=used, seed=SEED, enable_gqa=True, **options)
+    assert not grads[1][unused].any()
+    assert not grads[2][unused].any()
 
 
 @pytest.mark.representative
@@ -289,11 +487,13 @@ def test_longest_lengths_beyond_the_tokens(longest):
 @pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(lay):
     """Operands may have any strides of 16 bytes. The bits do not depend on them. A copy serves other last strides."""
-    query, key, value = operands((2, 4, 2, 23, 141, 16, 24), torch.bfloat16)
+    tensors = operands((2, 4, 2, 23, 141, 16, 24), torch.bfloat16)
     call = functools.partial(scaled_dot_product_attention, enable_gqa=True, dropout_p=0.2, seed=SEED)
-    out = call(lay(query), lay(key), lay(value))
-    assert torch.equal(out, call(query, key, value))
-    assert out.stride() == torch.empty_like(lay(query)[..., :1].expand(out.shape)).stride() or out.is_contiguous()
+    out = call(*map(lay, tensors))
+    assert torch.equal(out, call(*tensors))
+    assert out.stride() == torch.empty_like(lay(tensors[0])[..., :1].expand(out.shape)).stride() or out.is_contiguous()
+    found, wanted = gradients(lambda *t: call(*map(lay, t)), tensors)[1], gradients(call, tensors)[1]
+    assert all(map(torch.equal, found, wanted))
 
 
 REFUSED = {
@@ -427,6 +627,8 @@ def test_compiled_calls():
     tensors = operands((1, 2, 2, 40, 40, 16, 16), torch.bfloat16)
     call = functools.partial(scaled_dot_product_attention, is_causal=True, dropout_p=0.2, seed=SEED)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(gradients(compiled, tensors), gradients(call, tensors), strict=True):
+        assert all(map(torch.equal, found, wanted))
     with torch.no_grad():
         assert torch.equal(compiled(*tensors), call(*tensors))
         moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in tensors]
