@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 _is_compiling = torch.compiler.is_compiling  # saves name lookups per call
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 
 # torch's fused attention on the CPU, with one mask and without dropout, differentiable once: returns (out, logsumexp).
 flash_attention: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -189,6 +189,13 @@ def _unchanged(module: nn.Module, args: tuple[Any, ...]) -> None:
 def is_tracers(kind: type) -> bool:
     """Return whether torch itself makes tensors of this subclass while it traces: fake and functional ones."""
     return kind.__module__.startswith("torch._subclasses.")
+
+
+def is_fake_outside_its_mode(tensor: Tensor) -> bool:
+    """Return whether the tensor is fake, and only calls on it enter its mode: others make ordinary tensors."""
+    if _is_compiling() or not is_tracers(type(tensor)) or is_proxied():
+        return False
+    return torch._C._get_dispatch_mode(_FAKE) is None
 
 
 def composite(op: OpOverload) -> Callable[..., Any]:

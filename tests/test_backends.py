@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import require
 from oracle import visible
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -740,3 +741,16 @@ def test_operations_are_counted():
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         scaled_dot_product_attention(q.detach(), k.detach(), v.detach())
     assert counter.get_total_flops() == 1
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
+def test_fake_tensors_outside_of_their_mode(function):
+    """As with torch's operations, the call enters the mode, and a drawn seed is fake too."""
+    mode, (first, *others) = FakeTensorMode(), CALLS[function]
+    given = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in (first.clone(), *others)]
+    dropped = {"dropout_p": 0.5} if "dropout_p" in inspect.signature(function).parameters else {}
+    out = function(given[0].requires_grad_(), *given[1:], **dropped)
+    out.sum().backward()
+    assert type(out) is type(given[0].grad) is FakeTensor
+    assert given[0].grad.shape == first.shape

@@ -182,7 +182,7 @@ def use_dropout_mask(model):
         def forward(x):
             if not module.training:
                 return x
-            seed = check.new_seed(x.device) if head == 0 else forward_of.seed
+            seed = check.new_seed(x) if head == 0 else forward_of.seed
             forward_of.seed = seed
             shape = (x.size(0), heads, *x.shape[1:]) if heads > 1 else x.shape
             factor = dropout_factor(shape, module.p, seed).to(x.dtype)
@@ -560,7 +560,7 @@ def attention():
         return module(q, k, v)[1]
 
     torch.manual_seed(7)
-    mask = fastattn.dropout_mask((2, 3, 4, 6), 0.5, check.new_seed(q.device))
+    mask = fastattn.dropout_mask((2, 3, 4, 6), 0.5, check.new_seed(q))
     plain = own.eval()(q, k, v)[1] * mask * 2
     return weights, plain, (q, k)
 

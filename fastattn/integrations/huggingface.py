@@ -222,7 +222,7 @@ def attention(
     if position_bias is not None:
         attention_mask = _add(position_bias, attention_mask)
     dropout = dropout if module.training else 0.0
-    seed = check.draw_seed(None, check.threshold("huggingface", dropout, "dropout"), query.device)
+    seed = check.draw_seed(None, check.threshold("huggingface", dropout, "dropout"), query)
     settings: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "window_size": window, "seed": seed}
     out = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, **settings)
     weights = attention_weights(query, key, attention_mask, dropout, causal, **settings) if output_attentions else None

@@ -287,7 +287,7 @@ def _flash_attention_forward(
         raise RuntimeError(f"fastattn's flash attention has no {', '.join(asked)} together with dropout")
     if asked:
         raise _Unserved(f"fastattn's flash attention has no {', '.join(asked)}, and torch has none on this device")
-    seed = check.draw_seed(None, check.threshold("flash_attention", dropout_p), query.device)
+    seed = check.draw_seed(None, check.threshold("flash_attention", dropout_p), query)
     window_size = _window(window_size_left, window_size_right)
     options: dict[str, Any] = {
         "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window_size": window_size, "enable_gqa": True,
@@ -370,7 +370,7 @@ def _scaled_dot_product_efficient_attention(
     _check_served(query, key, value)
     if attn_bias is not None and compute_log_sumexp:
         raise _Unserved(_LSE_LACKS)
-    seed = check.draw_seed(None, check.threshold("efficient_attention", dropout_p), query.device)
+    seed = check.draw_seed(None, check.threshold("efficient_attention", dropout_p), query)
     out, lse = attention.scaled_dot_product_attention(
         query, key, value, attn_bias, dropout_p, is_causal, scale, return_lse=True, seed=seed
     )

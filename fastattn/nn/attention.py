@@ -266,7 +266,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             mask = mask if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
         dropout_p = self.dropout if self.training else 0.0
         if need_weights and seed is None:  # the weights are computed with the output's seed
-            seed = check.draw_seed(None, check.threshold(_NAME, dropout_p), q.device)
+            seed = check.draw_seed(None, check.threshold(_NAME, dropout_p), q)
         masks: dict[str, Any] = {
             "is_causal": is_causal, "enable_gqa": self.num_kv_heads != self.num_heads,
             "causal_variant": causal_variant, "key_lengths": key_lengths, "window_size": window_size, "seed": seed,

@@ -467,7 +467,7 @@ def dense_args(
     scale = _scale(name, scale, head_dim)
     return AttentionArgs(
         query=q, key=k, value=v, attn_mask=attn_mask, key_lengths=key_lengths,
-        seed=check.draw_seed(seed, threshold, q.device), scale=scale, window_left=window_left,
+        seed=check.draw_seed(seed, threshold, q), scale=scale, window_left=window_left,
         window_right=window_right, lower_right=lower_right, threshold=threshold,
         keep_residual=_keep_residual((columns,), q, k, v, attn_mask),
     )  # fmt: skip
@@ -525,7 +525,7 @@ def packed_args(
     scale = _scale(name, scale, q.size(2))
     return VarlenAttentionArgs(
         query=q, key=k, value=v, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=used,
-        seed=check.draw_seed(seed, threshold, q.device), max_q=max_q, max_k=max_k, scale=scale,
+        seed=check.draw_seed(seed, threshold, q), max_q=max_q, max_k=max_k, scale=scale,
         window_left=window_left, window_right=window_right, threshold=threshold,
         keep_residual=_keep_residual((max_k, k.size(0)), q, k, v),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from fastattn._torch_private import is_batched, is_proxied, is_traced, refuse_scripting
+from fastattn._torch_private import is_batched, is_fake_outside_its_mode, is_proxied, is_traced, refuse_scripting
 from fastattn.ops.copies import owned
 
 TORCHSCRIPT = (
@@ -156,16 +156,21 @@ def seed(function: str, seed: Tensor | None, device: torch.device) -> None:
     same_device(function, "seed", seed, device)
 
 
-def draw_seed(seed: Tensor | None, threshold: int, device: torch.device) -> Tensor | None:
+def draw_seed(seed: Tensor | None, threshold: int, operand: Tensor) -> Tensor | None:
     """Return the seed for this threshold: the caller's, one from torch's default generator, or None for threshold 0."""
     if threshold == 0:
         return None
-    return new_seed(device) if seed is None else owned(seed)
+    return new_seed(operand) if seed is None else owned(seed)
 
 
-def new_seed(device: torch.device) -> Tensor:
-    """Draw an int64 seed (2,) from torch's default generator of ``device``, by one ordinary random op."""
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+def new_seed(operand: Tensor) -> Tensor:
+    """Draw an int64 seed (2,) from torch's default generator of an operand's device, by one ordinary random op.
+
+    Outside its mode a fake operand gets a fake seed.
+    """
+    if is_fake_outside_its_mode(operand):
+        return operand.new_empty(2, dtype=torch.int64)
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=operand.device)
 
 
 def window(

@@ -69,7 +69,7 @@ def dropout(
         out = dropout(shards.own, p, seed=shards.seed(seed, p))
         return input.copy_(shards.whole(out, input.shape)) if inplace else shards.whole(out, input.shape)
     check.seed("dropout", seed, input.device)
-    drawn = check.draw_seed(seed, threshold, input.device)
+    drawn = check.draw_seed(seed, threshold, input)
     assert drawn is not None  # the threshold is not 0
     out = dropout_op(DropoutArgs(input, drawn, threshold))
     return input.copy_(out) if inplace else out

@@ -195,7 +195,7 @@ def dropout_add_layer_norm(
     threshold = check.threshold(name, dropout_p)
     check.seed(name, seed, input.device)
     residual = check.autocast_float32(residual)
-    seed = check.draw_seed(seed, threshold, input.device)
+    seed = check.draw_seed(seed, threshold, input)
     sum_dtype = torch.promote_types(input.dtype, residual.dtype)
     if out_dtype is None:
         out_dtype = sum_dtype

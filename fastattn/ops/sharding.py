@@ -101,10 +101,9 @@ class Shards:
 
     def seed(self, seed: Any, dropout_p: float) -> Tensor | None:
         """Return the seed of this process's dropout: the call's, its key raised by the shard's number * KEY_STEP."""
-        device = self.operand.device
         seed = self.part("seed", seed, {})
-        check.seed(self.function, seed, device)
-        seed = check.draw_seed(seed, check.threshold(self.function, dropout_p), device)
+        check.seed(self.function, seed, self.operand.device)
+        seed = check.draw_seed(seed, check.threshold(self.function, dropout_p), self.own)
         if seed is None:
             return None
         number = 0

@@ -78,7 +78,7 @@ def softmax_dropout(
     mask = check.mask(name, attn_mask, x.shape, x.dtype, x.device)
     scores = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
     window = check.window(name, (-1, -1), is_causal, False, scores.size(2), scores.size(3))
-    seed = check.draw_seed(seed, threshold, x.device)
+    seed = check.draw_seed(seed, threshold, x)
     args = SoftmaxDropoutArgs(
         input=scores, attn_mask=mask, key_lengths=None, seed=seed, scale=scale, window_left=window[0],
         window_right=window[1], lower_right=False, threshold=threshold,

@@ -52,7 +52,7 @@ def attend(
         blind = ~visible.any(-1, keepdim=True)
         if not check.is_readable(blind) or bool(blind.any()):
             query, visible = query.masked_fill(blind, 0.0), visible | blind
-    seed = check.draw_seed(None, check.threshold("patch", dropout_p), query.device)
+    seed = check.draw_seed(None, check.threshold("patch", dropout_p), query)
     out = scaled_dot_product_attention(query, key, value, visible, dropout_p, scale=scale, seed=seed)
     return out, lambda: weights_when_read(query, key, visible, dropout_p, scale, seed)
 
