@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 
+import oracle
 import pytest
 import torch
 import torch.nn.attention.bias
@@ -11,26 +12,15 @@ import torch.nn.functional as F
 from conftest import BACKENDS, DEVICE, KERNELS, interpreted, slow
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import (
-    EPSILON,
-    GRADIENT_LAYOUTS,
-    SizesOfTerms,
-    assert_accurate,
-    assert_same_bits,
-    assert_subsets_of_gradients,
-    dropout_mask,
-    gradients,
-    largest,
-    score_rounding,
-    visible,
-)
+from oracle import EPSILON, GRADIENT_LAYOUTS, SizesOfTerms, assert_accurate, gradients, largest, visible
 from oracle import attention as exact
 from pairs import in_turn, pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn import attention_weights, scaled_dot_product_attention
+from fastattn import attention_weights
+from fastattn import scaled_dot_product_attention as attention
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 SEED = torch.tensor([0x1234567890ABCDEF, 7])
@@ -56,10 +46,7 @@ def check(query, key, value, attn_mask=None, *, lse=True, mask_grad=True, **opti
     def composed_of_sizes(query, key, value, attn_mask=attn_mask):
         return exact(query, key, value.abs(), attn_mask, softmax=SizesOfTerms.apply, **options)[:outputs]
 
-    def call(*tensors):
-        return scaled_dot_product_attention(*tensors, *fixed, return_lse=lse, **options)
-
-    ours = gradients(call, tensors)
+    ours = gradients(lambda *t: attention(*t, *fixed, return_lse=lse, **options), tensors)
     wanted = composed()
     if lse or options.get("dropout_p"):
         peer = composed(query.dtype)
@@ -69,7 +56,7 @@ def check(query, key, value, attn_mask=None, *, lse=True, mask_grad=True, **opti
     # for dP. P is itself rounded.
     terms = gradients(composed_of_sizes, tensors, positive=True)
     is_single = query.dtype == torch.float32
-    rounding = score_rounding(query, key, options.get("scale"), attn_mask) if is_single else 1.0
+    rounding = oracle.score_rounding(query, key, options.get("scale"), attn_mask) if is_single else 1.0
     names = [*["out", "lse"][:outputs], "grad_query", "grad_key", "grad_value", "grad_mask"]
     for name, a, e, p, t in zip(names, *([*o, *g] for o, g in (ours, wanted, peer, terms)), strict=False):
         size = largest(t) * (rounding if name.startswith("grad") else 1.0)
@@ -157,10 +144,9 @@ def test_lengths_beside_a_mask_of_all_sequences(backend):
 def test_masks_that_end_within_tiles(backend, dtype, kind):
     """Masks that show the keys up to an end, which differs for every 32 queries, give the right result. The second call
     adds a window, which may start beyond that end."""
-    ends = torch.tensor([95, 97, 190, 0])[:, None] if kind != "one row" else torch.tensor([[97]])
-    mask = (torch.arange(200) < ends).repeat_interleave(32, 0)[:100] if kind != "one row" else torch.arange(200) < ends
-    if kind == "float":
-        mask = torch.where(mask, torch.randn(100, 200), -math.inf)
+    ends = torch.tensor([97]) if kind == "one row" else torch.tensor([95, 97, 190, 0]).repeat_interleave(32)[:100]
+    mask = torch.arange(200) < ends[:, None]
+    mask = torch.where(mask, torch.randn(100, 200), -math.inf) if kind == "float" else mask
     tensors = operands((1, 2, 2, 100, 200, 16, 16), dtype)
     check(*tensors, mask)
     check(*tensors, mask, window_size=(3, 20), dropout_p=0.1, seed=SEED)
@@ -173,11 +159,8 @@ def test_bytes_of_a_mask_other_than_0_and_1(backend, queries):
     tensors = operands((1, 1, 1, queries, keys, 16, 16))
     given = torch.randint(0, 4, (queries, 2 * keys), dtype=torch.uint8)
     for mask in (given[:, :keys], given[:1, :keys], given[:, ::2]):
-        wanted, got = (
-            gradients(scaled_dot_product_attention, [*tensors, m]) for m in (mask != 0, mask.view(torch.bool))
-        )
-        for one, other in zip((*wanted[0], *wanted[1]), (*got[0], *got[1]), strict=True):
-            assert torch.equal(one, other)
+        wanted, got = (gradients(attention, [*tensors, m]) for m in (mask != 0, mask.view(torch.bool)))
+        assert all(map(torch.equal, wanted[0] + wanted[1], got[0] + got[1]))
 
 
 def test_reference_serves_float64_and_wide_heads():
@@ -199,7 +182,7 @@ def test_empty(backend, shape, mask, kind):
     attn_mask = None if mask is None else torch.ones(sizes[mask], dtype=kind)
     if mask == "expanded":
         attn_mask = attn_mask.expand(b, h, lq, lk)
-    function = functools.partial(scaled_dot_product_attention, return_lse=True)
+    function = functools.partial(attention, return_lse=True)
     (out, lse), grads = gradients(function, [*operands(shape), attn_mask])
     assert out.shape == (b, h, lq, ev)
     assert lse.shape == (b, h, lq)
@@ -261,11 +244,10 @@ def mask_views(rows):
     }
 
 
-@pytest.mark.parametrize(
-    ("view", "kind"),
-    [*in_turn(mask_views(21), [torch.bool]), *in_turn(mask_views(21), [torch.float32, torch.bfloat16])],
-    ids=str,
-)
+VIEWS = [*in_turn(mask_views(21), [torch.bool]), *in_turn(mask_views(21), [torch.float32, torch.bfloat16])]
+
+
+@pytest.mark.parametrize(("view", "kind"), VIEWS, ids=str)
 def test_mask_broadcasts_and_strides(backend, view, kind):
     shape, look = mask_views(21)[view]
     mask = torch.rand(shape) < 0.7 if kind == torch.bool else torch.randn(shape).to(kind)
@@ -291,25 +273,19 @@ def test_causal_bias(backend, variant):
     bias = getattr(torch.nn.attention.bias, f"causal_{variant}")(5, 9)
     tensors = operands((2, 2, 2, 5, 9, 8, 8))
     wanted = exact(*tensors, is_causal=True, causal_variant=variant)[0]
-    assert_accurate(scaled_dot_product_attention(*tensors, bias), wanted, wanted)
-    for function in (scaled_dot_product_attention, F.scaled_dot_product_attention):
+    assert_accurate(attention(*tensors, bias), wanted, wanted)
+    for function in (attention, F.scaled_dot_product_attention):
         with pytest.raises(ValueError, match="CausalBias"):
             function(*tensors, bias, is_causal=True)
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        *(((5, 8), (9, 8), (9, 6)), ((3, 5, 8), (3, 9, 8), (3, 9, 6)), ((2, 3, 5, 8), (9, 8), (3, 9, 6))),
-        *(((2, 3, 5, 8), (1, 3, 9, 8), (1, 3, 9, 6)), ((1, 3, 5, 8), (2, 3, 9, 8), (2, 1, 9, 6))),
-        ((2, 2, 3, 5, 8), (2, 2, 3, 9, 8), (2, 2, 3, 9, 6)),
-        ((2, 1, 3, 5, 8), (4, 3, 9, 8), (1, 4, 3, 9, 6)),
-        ((2, 2, 1, 2, 3, 8), (2, 2, 1, 2, 4, 8), (2, 2, 1, 2, 4, 8)),
-    ],
-    ids=str,
-)
-def test_batch_dimensions(backend, shapes):
-    tensors = [torch.randn(shape) for shape in shapes]
+BATCHES = [((), (), ()), ((3,), (3,), (3,)), ((2, 3), (), (3,)), ((2, 3), (1, 3), (1, 3)), ((1, 3), (2, 3), (2, 1))]
+BATCHES += [((2, 2, 3),) * 3, ((2, 1, 3), (4, 3), (1, 4, 3)), ((2, 2, 1, 2),) * 3]
+
+
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+def test_batch_dimensions(backend, batches):
+    tensors = [torch.randn(*batch, *size) for batch, size in zip(batches, ((5, 8), (9, 8), (9, 6)), strict=True)]
     check(*tensors, lse=False)
     check(*tensors, is_causal=True, dropout_p=0.5, seed=SEED)
 
@@ -325,14 +301,14 @@ def test_heads_broadcast_as_torchs(backend, enable_gqa):
                 wanted = F.scaled_dot_product_attention(*tensors, enable_gqa=enable_gqa)
         except RuntimeError:
             with pytest.raises(ValueError, match="heads"):
-                scaled_dot_product_attention(*tensors, enable_gqa=enable_gqa)
+                attention(*tensors, enable_gqa=enable_gqa)
             continue
-        torch.testing.assert_close(scaled_dot_product_attention(*tensors, enable_gqa=enable_gqa), wanted)
+        torch.testing.assert_close(attention(*tensors, enable_gqa=enable_gqa), wanted)
     with pytest.raises(ValueError, match="heads"):
-        scaled_dot_product_attention(*(torch.randn(2, n, 5, 8) for n in (0, 0, 2)), enable_gqa=enable_gqa)
+        attention(*(torch.randn(2, n, 5, 8) for n in (0, 0, 2)), enable_gqa=enable_gqa)
     for heads in () if enable_gqa else ((0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (0, 0, 0)):
         tensors = [torch.randn(2, n, 5, 8) for n in heads]
-        assert scaled_dot_product_attention(*tensors).shape == (2, 0, 5, 8)
+        assert attention(*tensors).shape == (2, 0, 5, 8)
 
 
 LAYOUTS = {
@@ -369,22 +345,21 @@ def test_output_layout_is_querys(backend, order, dtype):
     query = in_order((*order, 3), (2, 3, 5, 8), dtype)
     key = in_order((*order[::-1], 3), (2, 3, 7, 8), dtype)
     value = in_order((*order[1:], order[0], 3), (2, 3, 7, 8), dtype)
-    (out,), grads = gradients(scaled_dot_product_attention, (query, key, value))
+    (out,), grads = gradients(attention, (query, key, value))
     assert out.stride() == query.stride()
     if DEVICE == "cpu":  # on a GPU torch's layout depends on which of its kernels runs
         assert out.stride() == F.scaled_dot_product_attention(query, key, value).stride()
     assert [g.stride() for g in grads] == [query.stride(), key.stride(), value.stride()]
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(t) for t in (query, key, value)]
-        assert scaled_dot_product_attention(*fakes).stride() == out.stride()
-        assert [g.stride() for g in gradients(scaled_dot_product_attention, fakes)[1]] == [g.stride() for g in grads]
+        assert attention(*fakes).stride() == out.stride()
+        assert [g.stride() for g in gradients(attention, fakes)[1]] == [g.stride() for g in grads]
 
 
 QUERIES_OF_CONTIGUOUS_OUTPUTS = {
-    **{
-        str(order): lambda order=order: in_order(order, (2, 3, 5, 8))
-        for order in ((0, 1, 3, 2), (0, 3, 2, 1), (3, 1, 0, 2))
-    },
+    "(B, H, E, L)": lambda: in_order((0, 1, 3, 2), (2, 3, 5, 8)),
+    "(B, E, L, H)": lambda: in_order((0, 3, 2, 1), (2, 3, 5, 8)),
+    "(E, H, B, L)": lambda: in_order((3, 1, 0, 2), (2, 3, 5, 8)),
     "expanded heads": lambda: torch.randn(2, 1, 5, 8).expand(2, 3, 5, 8),
     "expanded batch": lambda: torch.randn(1, 3, 5, 8).expand(2, 3, 5, 8),
     "expanded": lambda: torch.randn(1, 1, 5, 8).expand(2, 3, 5, 8),
@@ -397,25 +372,23 @@ QUERIES_OF_CONTIGUOUS_OUTPUTS = {
 def test_output_of_other_queries_is_contiguous(backend, name):
     query = QUERIES_OF_CONTIGUOUS_OUTPUTS[name]()
     key = torch.randn(*query.shape[:-2], 7, 8)
-    (out,), grads = gradients(scaled_dot_product_attention, (query, key, key.clone()))
+    (out,), grads = gradients(attention, (query, key, key.clone()))
     assert out.is_contiguous()
-    torch.testing.assert_close(out, scaled_dot_product_attention(query.contiguous(), key, key))
+    torch.testing.assert_close(out, attention(query.contiguous(), key, key))
     if DEVICE == "cpu" and query.dim() == 4:  # on a GPU torch's layout depends on which of its kernels runs
         assert out.stride() == F.scaled_dot_product_attention(query, key, key).stride()
     if name.startswith("expanded"):
         assert all(g.is_contiguous() for g in grads)
     with FakeTensorMode() as mode:
-        assert scaled_dot_product_attention(*map(mode.from_tensor, (query, key, key))).stride() == out.stride()
+        assert attention(*map(mode.from_tensor, (query, key, key))).stride() == out.stride()
 
 
 @pytest.mark.parametrize("masks", [{}, {"is_causal": True}, {"window_size": (2, 1)}], ids=["", "causal", "window"])
 def test_head_size_0_is_the_mean_of_the_values(masks):
     tensors = torch.randn(2, 3, 5, 0), torch.randn(2, 3, 7, 0), torch.randn(2, 3, 7, 4)
-    (out,), grads = gradients(functools.partial(scaled_dot_product_attention, **masks), tensors)
-    (wanted,), wanted_grads = gradients(functools.partial(torch_attention, **masks), tensors)
-    for a, e in zip((out, *grads), (wanted, *wanted_grads), strict=True):
-        torch.testing.assert_close(a, e)
-    assert fastattn.explain(scaled_dot_product_attention, *tensors).backend == "reference"
+    found, wanted = (gradients(functools.partial(f, **masks), tensors) for f in (attention, torch_attention))
+    torch.testing.assert_close(found, wanted)
+    assert fastattn.explain(attention, *tensors).backend == "reference"
 
 
 @pytest.mark.torch_version
@@ -426,13 +399,12 @@ def test_one_scale_on_every_way(scale):
     tensors = operands((1, 2, 2, 5, 7, 8, 8))
 
     def loss(*tensors):
-        return scaled_dot_product_attention(*tensors, scale=scale).square().sum()
+        return attention(*tensors, scale=scale).square().sum()
 
     leaves = [t.clone().requires_grad_() for t in tensors]
     direct = torch.autograd.grad(loss(*leaves), leaves)
     assert bool(direct[0].any()) == bool(direct[1].any()) == (abs(scale) >= 2.0**-126)
-    for a, e in zip(torch.func.grad(loss, (0, 1, 2))(*tensors), direct, strict=True):
-        assert torch.equal(a, e)
+    assert all(map(torch.equal, torch.func.grad(loss, (0, 1, 2))(*tensors), direct))
     with fastattn.backend("reference"):
         for a, e in zip(torch.autograd.grad(loss(*leaves), leaves), direct, strict=True):
             torch.testing.assert_close(a, e, atol=1e-6 * largest(e), rtol=1e-5)
@@ -441,7 +413,7 @@ def test_one_scale_on_every_way(scale):
 def test_operands_are_left_alone(backend):
     tensors = [*operands((2, 2, 2, 9, 21, 8, 8)), torch.randn(21)]
     before = [t.clone() for t in tensors]
-    gradients(functools.partial(scaled_dot_product_attention, is_causal=True, dropout_p=0.5), tensors)
+    gradients(functools.partial(attention, is_causal=True, dropout_p=0.5), tensors)
     assert all(map(torch.equal, tensors, before))
 
 
@@ -450,22 +422,17 @@ NOTHING = {
     "lengths, lower right": lambda: NOTHING["lengths"]() | DIAGONALS["lower"],
     "bool": lambda: {"attn_mask": torch.zeros(1, 1, 1, 40, dtype=torch.bool)},
     "float": lambda: {"attn_mask": torch.full((40,), -math.inf)},
-    "some rows, bool": lambda: {"attn_mask": torch.tensor(ROWS_THAT_SEE)[:, None, :, None].expand(2, 1, 19, 40)},
-    "some rows, float": lambda: {
-        "attn_mask": torch.zeros(2, 1, 19, 40).masked_fill(~NOTHING["some rows, bool"]()["attn_mask"], -math.inf)
-    },
+    "some rows, bool": lambda: {"attn_mask": ROWS_THAT_SEE},
+    "some rows, float": lambda: {"attn_mask": torch.where(ROWS_THAT_SEE, 0.0, -math.inf)},
 }
-ROWS_THAT_SEE = [[i != 3 for i in range(19)], [i < 16 for i in range(19)]]
+ROWS_THAT_SEE = torch.stack([torch.arange(19) != 3, torch.arange(19) < 16])[:, None, :, None].expand(2, 1, 19, 40)
 
 
 @pairwise(kind=NOTHING, dtype=LOW, p=[0.0, 0.3])
 def test_nothing_to_see(backend, kind, dtype, p):
-    (_, lse), (_, *grads) = check(
-        *operands((2, 2, 2, 19, 40, 16, 16), dtype), dropout_p=p, seed=SEED, **NOTHING[kind]()
-    )
-    assert lse.isfinite().any() == (kind.startswith("some rows"))
-    if not kind.startswith("some rows"):
-        assert not any(grad.any() for grad in grads)
+    tensors = operands((2, 2, 2, 19, 40, 16, 16), dtype)
+    (_, lse), (_, *grads) = check(*tensors, dropout_p=p, seed=SEED, **NOTHING[kind]())
+    assert lse.isfinite().any() == kind.startswith("some rows") == any(grad.any() for grad in grads)
 
 
 EXCLUDING = {
@@ -477,9 +444,7 @@ EXCLUDING = {
     "padding": lambda lengths, padding: {"attn_mask": padding},
     "bool": lambda lengths, padding: {"attn_mask": padding & (torch.rand(padding.shape) < 0.8)},
     "padding, causal": lambda lengths, padding: {"attn_mask": padding, "is_causal": True},
-    "float": lambda lengths, padding: {
-        "attn_mask": torch.zeros(2, 1, 1, 70).masked_fill(~padding[:, :1, :1], -math.inf)
-    },
+    "float": lambda lengths, padding: {"attn_mask": torch.where(padding[:, :1, :1], 0.0, -math.inf)},
     "bias, lengths": lambda lengths, padding: {"attn_mask": torch.randn(70), "key_lengths": lengths},
 }
 
@@ -505,13 +470,8 @@ def test_excluded_keys_may_hold_anything(backend, kind, dtype, queries, bad):
     assert (grad_value[gone] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys"),
-    [
-        *(pytest.param(n, 6, marks=pytest.mark.representative) for n in (33, 3)),
-        *((3, 1100), pytest.param(33, 1100, marks=pytest.mark.slow)),
-    ],
-)
+@pytest.mark.parametrize("queries", [33, 3])
+@pytest.mark.parametrize("keys", [pytest.param(6, marks=pytest.mark.representative), 1100])
 @pytest.mark.parametrize("kind", ["mask", *slow("lengths", "dropout")])
 def test_rows_that_see_nothing_are_0_beside_nan(backend, kind, queries, keys):
     """Rows that see nothing give 0 although a key holds NaN that other rows of their tile and split see."""
@@ -526,7 +486,7 @@ def test_rows_that_see_nothing_are_0_beside_nan(backend, kind, queries, keys):
         masks = {"attn_mask": ~hidden[:, None] & ((torch.rand(queries, keys) < 0.8) | (torch.arange(keys) == 0))}
         masks |= {"dropout_p": 0.1, "seed": SEED} if kind == "dropout" else {}
     query.requires_grad_()
-    out, lse = scaled_dot_product_attention(query, key, value, return_lse=True, **masks)
+    out, lse = attention(query, key, value, return_lse=True, **masks)
     (grad,) = torch.autograd.grad(out, query, torch.randn_like(out))
     for found in (out.detach(), grad):
         assert (found[0, :, hidden] == 0).all()
@@ -534,11 +494,10 @@ def test_rows_that_see_nothing_are_0_beside_nan(backend, kind, queries, keys):
     assert (lse[0, :, hidden] == -math.inf).all()
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [*(("reference", d) for d in (torch.float32, torch.float64)), *(("cpu", d) for d in LOW[:2])],
-    indirect=["backend"],
-)
+NAN_STAYS = [("reference", d) for d in (torch.float32, torch.float64)] + [("cpu", d) for d in LOW[:2]]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), NAN_STAYS, indirect=["backend"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_nan_of_a_query_that_sees_nothing_stays_there(backend, p, dtype):
     """NaN in a query that sees nothing, and in its output's gradient, stays there. The rule covers attention and its
@@ -549,7 +508,7 @@ def test_nan_of_a_query_that_sees_nothing_stays_there(backend, p, dtype):
     grad = torch.randn_like(query)
     query[:, :, 3] = grad[:, :, 3] = math.nan
     tensors = [t.requires_grad_() for t in (query, key, value)]
-    out = scaled_dot_product_attention(*tensors, mask, p, seed=SEED)
+    out = attention(*tensors, mask, p, seed=SEED)
     found = torch.autograd.grad(out, tensors, grad)
     weights = attention_weights(query, key, mask, p, seed=SEED)
     found += torch.autograd.grad(weights, (query, key), torch.randn_like(weights))
@@ -562,11 +521,11 @@ def test_nan_reaches_what_attends_to_it(backend):
 
 def assert_nan_reaches_what_attends_to_it(query, key, value):
     value[0, 0, 20, 3] = math.nan
-    out = scaled_dot_product_attention(query, key, value)
+    out = attention(query, key, value)
     assert out[..., 3].isnan().all()
     assert not out[..., :3].isnan().any()
     query[0, 0, 4] = math.nan
-    out = scaled_dot_product_attention(query, key, key)
+    out = attention(query, key, key)
     assert out[0, 0, 4].isnan().all()
     assert not out[0, 0, 5:].isnan().any()
 
@@ -579,7 +538,7 @@ def test_largest_scale(backend, scale, magnitude):
     query, key, value = operands((1, 2, 2, 5, 43, 16, 16), torch.float32)
     key.requires_grad_()
     query *= magnitude
-    out, lse = scaled_dot_product_attention(query, key, value, scale=scale, return_lse=True)
+    out, lse = attention(query, key, value, scale=scale, return_lse=True)
     wanted, wanted_lse = exact(query, key.detach(), value, scale=scale)[:2]
     if magnitude == 0:
         grad = torch.autograd.grad(out, key, 1000 * torch.randn_like(out), retain_graph=True)[0]
@@ -618,7 +577,7 @@ def test_huge_scores(backend, dtype):
     key[0, 0, best[:16], torch.arange(16)] = 2.0**8 - 1 - torch.arange(16)
     value = torch.randn(1, 1, 200, 16, dtype=dtype, requires_grad=True)
     chosen, grad = best[row % 16], torch.randint(-8, 8, (1, 1, 33, 16)).to(dtype)
-    out = scaled_dot_product_attention(query.to(dtype), key.to(dtype), value, scale=123.4567)
+    out = attention(query.to(dtype), key.to(dtype), value, scale=123.4567)
     wanted = torch.zeros_like(value).index_add(2, chosen, grad)
     assert torch.equal(out, value[:, :, chosen])
     # P is exp(x) * (1 / exp(x)) with a rounded statistic. It has 4 roundings of a sum of at most 3 terms, each at most
@@ -641,7 +600,7 @@ def test_sums_of_large_values(backend, dtype):
     query, key = torch.zeros(1, 1, 40, 16, dtype=dtype), torch.zeros(1, 1, 700, 16, dtype=dtype)
     query[..., 0], key[:, :, 300:, 0] = 1, 7.5
     value = torch.full((1, 1, 700, 16), 1e35, dtype=dtype)
-    out = scaled_dot_product_attention(query, key, value, scale=1.0)
+    out = attention(query, key, value, scale=1.0)
     # Tolerance: one rounding of P per key, all of one sign, relative to their sum, and the rounding of the output.
     torch.testing.assert_close(out, value[:, :, :40], rtol=2 * torch.finfo(dtype).eps + 700 * 6e-8, atol=0)
 
@@ -656,16 +615,15 @@ def test_finite_extremes_are_numbers(backend, dtype, mask_dtype):
     mask = torch.zeros(2, 1, 11, 45, dtype=mask_dtype)
     mask[0, :, :, 30:] = torch.finfo(mask_dtype).min
     mask[1, :, 4] = torch.finfo(mask_dtype).min
-    wanted = gradients(
-        lambda *t: F.scaled_dot_product_attention(*t), (*(t.double() for t in (query, key, value)), mask.double())
-    )
-    got = gradients(scaled_dot_product_attention, (query, key, value, mask))
-    peer = gradients(lambda *t: exact(*t, dtype=dtype)[0], (query, key, value, mask))
-    for a, e, p in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), (*peer[0], *peer[1]), strict=True):
+    tensors = query, key, value, mask
+    wanted = gradients(F.scaled_dot_product_attention, [t.double() for t in tensors])
+    got = gradients(attention, tensors)
+    peer = gradients(lambda *t: exact(*t, dtype=dtype)[0], tensors)
+    for a, e, p in zip(*(outs + grads for outs, grads in (got, wanted, peer)), strict=True):
         assert_accurate(a, e, p)
     if mask_dtype != torch.float16:  # at -65504 float32 still resolves the scores
-        uniform = value[1].double().mean(dim=-2)
-        assert (got[0][0][1, :, 4].double() - uniform).abs().amax() <= 2 * torch.finfo(dtype).eps
+        difference = got[0][0][1, :, 4].double() - value[1].double().mean(dim=-2)
+        assert difference.abs().amax() <= 2 * torch.finfo(dtype).eps
     everywhere = torch.full((45,), torch.finfo(mask_dtype).min, dtype=mask_dtype)
     check(query, key, value, everywhere, key_lengths=torch.tensor([45, 20]), dropout_p=0.2, seed=SEED)
 
@@ -699,12 +657,10 @@ def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, dia
     mask = MASKS[kind]((b, h, lq, lk))
     lengths = torch.tensor([50, lk][:b]) if has_lengths else None
     masks = {"window_size": window, "key_lengths": lengths, **DIAGONALS[diagonal]}
-    call = functools.partial(
-        scaled_dot_product_attention, query, key, dropout_p=p, enable_gqa=True, seed=SEED if p else None, **masks
-    )
+    call = functools.partial(attention, query, key, dropout_p=p, enable_gqa=True, seed=SEED if p else None, **masks)
     kept = visible((b, h, lq, lk), mask, **masks)
     if p:
-        kept = kept & dropout_mask((b, h, lq, lk), p, SEED)
+        kept = kept & oracle.dropout_mask((b, h, lq, lk), p, SEED)
     assert torch.equal(call(value, mask) != 0, kept)
     # The gradient of V is P^T times the output gradient, which is again the identity.
     leaf = value[:, :, :, :lq].clone().requires_grad_()
@@ -713,26 +669,20 @@ def test_identity_value_shows_the_zero_pattern(backend, has_lengths, window, dia
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize(
-    "p_and_rate", [(1e-6, 0.0), (1.0, 1.0), *slow((7.6e-6, 1 / 65536), (0.99999, 65535 / 65536))], ids=str
-)
-def test_dropout_extremes(backend, p_and_rate):
-    p, rate = p_and_rate
+@pytest.mark.parametrize("p", [1e-6, 1.0, *slow(7.6e-6, 0.99999)])
+def test_dropout_extremes(backend, p):
+    """The rate 1e-6 is rounded to 0. The slow ones are rounded to 1 / 65536 and 65535 / 65536."""
     tensors = operands((2, 2, 2, 19, 45, 8, 8))
     (out, _), grads = check(*tensors, dropout_p=p, seed=SEED)
-    if rate == 0.0:
-        assert torch.equal(out, scaled_dot_product_attention(*tensors))
-    if rate == 1.0:
+    if p == 1e-6:
+        assert torch.equal(out, attention(*tensors))
+    if p == 1.0:
         assert (out == 0).all()
         assert all((g == 0).all() for g in grads[2:])
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize(
-    "seed",
-    [(2**63 - 1, 2**32 + 5), *slow((-1, 0), (-(2**63), 2**40), (3, -1))],
-    ids=str,
-)
+@pytest.mark.parametrize("seed", [(2**63 - 1, 2**32 + 5), *slow((-1, 0), (-(2**63), 2**40), (3, -1))], ids=str)
 def test_dropout_seeds(backend, seed):
     seed = torch.tensor(seed)
     check(*operands((1, 2, 2, 19, 45, 8, 8)), dropout_p=0.5, seed=seed)
@@ -773,24 +723,20 @@ def test_attention_weights(backend, p, kind, diagonal, dtype):
 @pytest.mark.torch_version
 @pytest.mark.parametrize("needed", [c for c in itertools.product((False, True), repeat=4) if any(c)], ids=str)
 def test_subsets_of_gradients(backend, needed):
-    assert_subsets_of_gradients(
-        scaled_dot_product_attention, (*operands((1, 2, 2, 9, 21, 8, 12)), torch.randn(2, 1, 21)), needed
-    )
+    oracle.assert_subsets_of_gradients(attention, (*operands((1, 2, 2, 9, 21, 8, 12)), torch.randn(2, 1, 21)), needed)
 
 
 @pytest.mark.parametrize("layout", [*GRADIENT_LAYOUTS, None], ids=str)
 def test_gradients_of_any_layout(backend, layout):
-    """The output's gradient may have any strides, or be missing if only the LSE has one."""
+    """The output's gradient may have any strides, or be missing if only the LSE has one, which may be expanded."""
     tensors = [t.requires_grad_() for t in operands((2, 2, 2, 9, 21, 8, 8))]
-    results = scaled_dot_product_attention(*tensors, return_lse=True), exact(*tensors)[:2]
-    grad = None if layout is None else GRADIENT_LAYOUTS[layout](2, 2, 9, 8)
-    got, expected = (
-        torch.autograd.grad(lse.sum(), tensors, materialize_grads=True)
-        if grad is None
-        else torch.autograd.grad(out, tensors, grad.to(out.dtype))
-        for out, lse in results
-    )
-    for a, e in zip(got, expected, strict=True):
+    (out, lse), (wanted_out, wanted_lse, _) = attention(*tensors, return_lse=True), exact(*tensors)
+    if layout is None:
+        results, grad = (lse, wanted_lse), torch.ones(()).expand(2, 2, 9)
+    else:
+        results, grad = (out, wanted_out), GRADIENT_LAYOUTS[layout](2, 2, 9, 8)
+    given = [(result, tensors, grad.to(result.dtype)) for result in results]
+    for a, e in zip(*(torch.autograd.grad(*one, materialize_grads=True) for one in given), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
@@ -803,7 +749,7 @@ def test_gradcheck():
     options = {"enable_gqa": True, "is_causal": True, "causal_variant": "lower_right", "key_lengths": torch.tensor([4])}
 
     def call(*tensors):
-        return scaled_dot_product_attention(*tensors, 0.3, return_lse=True, seed=SEED, **options)
+        return attention(*tensors, 0.3, return_lse=True, seed=SEED, **options)
 
     with fastattn.backend("reference"):
         assert torch.autograd.gradcheck(call, (query, key, value, mask))
@@ -815,11 +761,11 @@ def test_gradcheck():
 def test_autocast(backend, dtype):
     tensors = operands((2, 2, 2, 9, 21, 8, 8))
     with torch.autocast(DEVICE, dtype):
-        out = scaled_dot_product_attention(*tensors)
+        out = attention(*tensors)
         theirs = F.scaled_dot_product_attention(*tensors)
-        mixed = scaled_dot_product_attention(tensors[0].to(dtype), *tensors[1:], torch.randn(21))
+        mixed = attention(tensors[0].to(dtype), *tensors[1:], torch.randn(21))
     assert out.dtype == theirs.dtype == mixed.dtype == dtype
-    assert torch.equal(out, scaled_dot_product_attention(*(t.to(dtype) for t in tensors)))
+    assert torch.equal(out, attention(*(t.to(dtype) for t in tensors)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -828,7 +774,7 @@ def test_same_bits_for_every_thread_count(backend, dtype):
     queries, keys = (150, 333) if backend.startswith("cpu") else (40, 90)
     options = {"is_causal": True, "dropout_p": 0.1, "seed": SEED, "enable_gqa": True, "return_lse": True}
     tensors = *operands((2, 4, 2, queries, keys, 32, 32), dtype), torch.randn(4, 1, keys)
-    assert_same_bits(functools.partial(scaled_dot_product_attention, **options), tensors)
+    oracle.assert_same_bits(functools.partial(attention, **options), tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
@@ -841,7 +787,7 @@ def test_queries_that_share_a_task_do_not_change_the_bits(backend, dtype):
     runs = []
     for n in (1, 2, 3):
         torch.set_num_threads(n)
-        runs.append(scaled_dot_product_attention(*tensors, **window))
+        runs.append(attention(*tensors, **window))
     assert all(torch.equal(run, runs[0]) for run in runs[1:])
     check(*tensors, lse=False, **window)
 
@@ -858,7 +804,7 @@ def test_queries_that_share_a_task_do_not_share_its_nan(backend, dtype):
     value[..., 301, :] = math.inf
     for n in (1, 2, 8):
         torch.set_num_threads(n)
-        out = scaled_dot_product_attention(query, key, value, mask)
+        out = attention(query, key, value, mask)
         sees = mask[:, 301]
         assert out[..., ~sees, :].isfinite().all()
         assert (out[..., sees, :] == math.inf).all()
@@ -883,12 +829,9 @@ def problems(draw, most=(3, 3, 3, 70, 140, 130, 130), rates=(0.0, 0.1, 0.5, 0.85
 
     def problem():
         torch.manual_seed(seed)
-        tensors = operands((b, hk * group, hk, lq, lk, e, ev), dtype)
-        laid = [
-            tensor.permute(order).contiguous().permute([order.index(d) for d in range(4)])
-            for tensor, order in zip(tensors, orders, strict=True)
-        ]
-        return (*laid, mask((b, hk * group, lq, lk))), options
+        sizes = (b, hk * group, lq, e), (b, hk, lk, e), (b, hk, lk, ev)
+        tensors = [in_order(order, size, dtype) for order, size in zip(orders, sizes, strict=True)]
+        return (*tensors, mask((b, hk * group, lq, lk))), options
 
     return problem
 
@@ -899,12 +842,11 @@ def test_any_problem(backend, problem):
     check(*tensors, **options)
 
 
+HEAD_SIZES = [*range(1, 18), 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 65, 79, 80, 127, 129, 160, 191, 224, 255]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("e", "dtype"),
-    in_turn([*range(1, 18), 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 65, 79, 80, 127, 129, 160, 191, 224, 255], LOW),
-    ids=str,
-)
+@pytest.mark.parametrize(("e", "dtype"), in_turn(HEAD_SIZES, LOW), ids=str)
 def test_every_head_size(backend, dtype, e):
     check(*operands((1, 2, 1, 35, 70, e, max(1, e - 3)), dtype), is_causal=True, enable_gqa=True)
 

@@ -12,10 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import dropout, dropout_mask, layer_norm, scaled_dot_product_attention, softmax_dropout, varlen_attn
+from fastattn import dropout, dropout_mask, layer_norm, softmax_dropout, varlen_attn
+from fastattn import scaled_dot_product_attention as attention
 
 pytestmark = pytest.mark.torch_version
-SEED = torch.tensor([3, 4])
+SEED, SEQUENCES = torch.tensor([3, 4]), torch.tensor([0, 8, 24], dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -25,31 +26,23 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
-def sequences(n):
-    return torch.tensor([0, n // 3, n], dtype=torch.int32)
-
-
-def attention(n):
+def qkv(n):
     return torch.randn(2, n, 4, 16).transpose(1, 2), torch.randn(2, 2, n + 3, 16), torch.randn(2, 2, n + 3, 8)
 
 
 # Calls by name: (function of tensors, function that makes the tensors at size n).
 CALLS = {
-    "attention": (
-        lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True, return_lse=True), attention
-    ),
+    "attention": (lambda *t: attention(*t, is_causal=True, enable_gqa=True, return_lse=True), qkv),
     "attention, masks and dropout": (
-        lambda *qkvm: scaled_dot_product_attention(
-            *qkvm, 0.2, enable_gqa=True, key_lengths=torch.tensor([3, 7]), window_size=(9, 9), seed=SEED
-        ),
-        lambda n: (*attention(n), torch.randn(n, n + 3)),
+        lambda *t: attention(*t, 0.2, enable_gqa=True, key_lengths=torch.tensor([3, 7]), window_size=(9, 9), seed=SEED),
+        lambda n: (*qkv(n), torch.randn(n, n + 3)),
     ),
     "weights": (
         lambda q, k: fastattn.attention_weights(q, k, None, 0.2, True, enable_gqa=True, seed=SEED),
-        lambda n: attention(n)[:2],
+        lambda n: qkv(n)[:2],
     ),
     "varlen": (
-        lambda *qkv: varlen_attn(*qkv, *[sequences(24)] * 2, 24, 24, dropout_p=0.2, is_causal=True, seed=SEED),
+        lambda *t: varlen_attn(*t, SEQUENCES, SEQUENCES, 24, 24, dropout_p=0.2, is_causal=True, seed=SEED),
         lambda n: tuple(torch.randn(24, 2, n) for _ in range(3)),
     ),
     "softmax_dropout": (
@@ -94,15 +87,11 @@ def test_opcheck(backend, name):
     calls = recorded(name)
     assert calls
     for op, args, kwargs in calls:
-        differentiable = not op._schema.name.endswith("_backward")
-
-        def leaf(argument, differentiable=differentiable):
-            if not isinstance(argument, torch.Tensor):
-                return argument
-            copied = argument.detach().clone(memory_format=torch.preserve_format)
-            return copied.requires_grad_(differentiable and argument.is_floating_point())
-
-        torch.library.opcheck(op, tuple(map(leaf, args)), kwargs)
+        leaves = tuple(t.detach().clone() if isinstance(t, torch.Tensor) else t for t in args)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                leaf.requires_grad_(not op._schema.name.endswith("_backward"))
+        torch.library.opcheck(op, leaves, kwargs)
 
 
 def test_opcheck_covers_every_op():
@@ -168,7 +157,7 @@ def test_inductor(backend):
 
 
 TRANSFORMED = {
-    "attention": lambda t: scaled_dot_product_attention(t, t, t, dropout_p=0.2, is_causal=True, seed=SEED),
+    "attention": lambda t: attention(t, t, t, dropout_p=0.2, is_causal=True, seed=SEED),
     "softmax_dropout": lambda t: softmax_dropout(t, 0.2, seed=SEED),
     "layer_norm": lambda t: layer_norm(t, (8,)) * t,
     "dropout_add_layer_norm": lambda t: fastattn.dropout_add_layer_norm(t, t, dropout_p=0.2, seed=SEED) * t,
@@ -202,7 +191,7 @@ def test_make_fx(mode, pre_dispatch):
     """A traced program is right for other lengths and boundaries, because tracing does not read them."""
 
     def attend(x, lengths, starts):
-        dense = scaled_dot_product_attention(x, x, x, key_lengths=lengths)
+        dense = attention(x, x, x, key_lengths=lengths)
         return dense, varlen_attn(x[0], x[0], x[0], starts, starts, 3, 3)
 
     x, traced, others = torch.randn(2, 5, 4, 8), ([1, 3], [0, 3, 5]), ([4, 2], [0, 2, 5])
@@ -221,7 +210,7 @@ def test_vmap_over_lengths():
     """vmap maps over every argument, also over integers that the checks usually read, and over grad."""
 
     def attend(t, length):
-        return scaled_dot_product_attention(t, t, t, key_lengths=length).square().sum()
+        return attention(t, t, t, key_lengths=length).square().sum()
 
     for function in (attend, torch.func.grad(attend)):
         assert_maps(function, torch.randn(3, 2, 4, 5, 8), torch.tensor([[5, 2], [3, 1], [0, 4]]))
@@ -239,18 +228,14 @@ def test_vmap_of_dropout_has_a_seed_a_call():
         assert torch.equal(first, second) == (randomness == "same")
 
 
-PACKED_ROWS, USED = torch.tensor([0, 3, 3, 9]), torch.tensor([2, 0, 6])
+OFFSETS = torch.tensor([0, 3, 3, 9])
+PACKED = {"enable_gqa": True, "seqused_k": torch.tensor([2, 0, 6]), "dropout_p": 0.1, "seed": SEED}
 # Functions with the shape of their operands. They have grouped heads, more scores than the reference keeps at once
 # ("parts"), or packed rows.
 BATCHED = {
-    "grouped": (lambda q, k, v: scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True), (2, 4, 5, 3)),
-    "parts": (lambda q, k, v: scaled_dot_product_attention(q, k, v, dropout_p=0.1, seed=SEED), (1, 2, 520, 2)),
-    "packed": (
-        lambda q, k, v: varlen_attn(
-            q, k[:, :1], v[:, :1], *[PACKED_ROWS] * 2, 6, 6, enable_gqa=True, seqused_k=USED, dropout_p=0.1, seed=SEED
-        ),
-        (9, 2, 3),
-    ),
+    "grouped": (lambda q, k, v: attention(q, k[:, :2], v[:, :2], enable_gqa=True), (2, 4, 5, 3)),
+    "parts": (lambda q, k, v: attention(q, k, v, dropout_p=0.1, seed=SEED), (1, 2, 520, 2)),
+    "packed": (lambda q, k, v: varlen_attn(q, k[:, :1], v[:, :1], OFFSETS, OFFSETS, 6, 6, **PACKED), (9, 2, 3)),
 }
 
 
@@ -284,7 +269,7 @@ def test_vmap_over_any_dimension(dims):
 TORCHSCRIPT = r"does not support torch.jit.*torch\.compile.*torch\.export"
 SCRIPTED = [
     *(dropout, fastattn.dropout_add_layer_norm, dropout_mask, layer_norm, softmax_dropout),
-    *(fastattn.attention_weights, scaled_dot_product_attention, varlen_attn),
+    *(fastattn.attention_weights, attention, varlen_attn),
     *(fastattn.MultiHeadAttention(8, 2), fastattn.LayerNorm(8), fastattn.DropoutAddLayerNorm(8)),
     *(fastattn.SoftmaxDropout(), fastattn.Dropout(), torch.nn.Sequential(torch.nn.Linear(8, 8), fastattn.Dropout())),
     patched(torch.nn.TransformerEncoderLayer(8, 2)),
@@ -309,35 +294,25 @@ def double(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def with_row_masked_whole(*shape):
-    mask = torch.randn(shape, dtype=torch.float64)
-    mask[0] = -torch.inf
-    return mask.requires_grad_()
-
-
 # Differentiable functions by name: (function, float64 operands).
 HEADS = double(1, 2, 5, 4), double(1, 2, 7, 4), double(1, 2, 7, 3)
+ROW_MASKED_WHOLE = double(5, 7).detach().index_fill(0, torch.tensor([0]), -torch.inf).requires_grad_()
 DIFFERENTIABLE = {
     "attention": (
-        lambda q, k, v: scaled_dot_product_attention(q.mT, k, v, None, 0.2, True, return_lse=True, seed=SEED),
+        lambda q, k, v: attention(q.mT, k, v, None, 0.2, True, return_lse=True, seed=SEED),
         (double(1, 2, 4, 5), *HEADS[1:]),
     ),
-    "attention, row masked whole": (scaled_dot_product_attention, (*HEADS, with_row_masked_whole(5, 7))),
+    "attention, row masked whole": (attention, (*HEADS, ROW_MASKED_WHOLE)),
     "weights": (lambda q, k: fastattn.attention_weights(q, k, None, 0.2, True, seed=SEED), HEADS[:2]),
     "varlen": (
         lambda q, k, v: varlen_attn(q, k, v, *[torch.tensor([0, 2, 5])] * 2, 3, 3, is_causal=True, return_lse=True),
         (double(5, 2, 4), double(5, 2, 4), double(5, 2, 3)),
     ),
-    "softmax_dropout": (
-        lambda x, m: softmax_dropout(x, 0.2, m, True, 0.5, seed=SEED), (double(2, 3, 5, 7), double(5, 1))
-    ),
+    "softmax_dropout": (CALLS["softmax_dropout"][0], (double(2, 3, 5, 7), double(5, 1))),
     "layer_norm": (lambda x, w, b: layer_norm(x, (6,), w, b), (double(3, 6), double(6), double(6))),
-    "dropout_add_layer_norm": (
-        lambda *t: fastattn.dropout_add_layer_norm(*t, 0.2, prenorm=True, seed=SEED),
-        (double(3, 6), double(3, 6), double(6), double(6)),
-    ),
-    "dropout": (lambda x: dropout(x, 0.2, seed=SEED), (double(4, 3, 2),)),
-}  # fmt: skip
+    "dropout_add_layer_norm": (CALLS["dropout_add_layer_norm"][0], (double(3, 6), double(3, 6), double(6), double(6))),
+    "dropout": (CALLS["dropout"][0], (double(4, 3, 2),)),
+}
 
 
 def loss_of(function, others):
@@ -380,20 +355,20 @@ def test_nested_transforms_of_a_compiled_kernel_are_refused(name):
 def test_no_grad_within_a_transform():
     def loss(t):
         with torch.no_grad():
-            constant = scaled_dot_product_attention(t, t, t)
+            constant = attention(t, t, t)
         return (constant * t).sum()
 
     x = torch.randn(1, 1, 3, 2)
-    torch.testing.assert_close(torch.func.grad(loss)(x), scaled_dot_product_attention(x, x, x))
+    torch.testing.assert_close(torch.func.grad(loss)(x), attention(x, x, x))
     torch.testing.assert_close(torch.func.grad(lambda t: torch.func.grad(loss)(t).sum())(x), torch.zeros_like(x))
 
 
 def test_forward_mode_beside_float32():
     """Forward mode of float32 operands runs on the reference, although compiled kernels serve that dtype."""
     x = torch.randn(2, 3, 5, 8)
-    out, tangent = torch.func.jvp(lambda t: scaled_dot_product_attention(t, x, x), (x,), (x,))
+    out, tangent = torch.func.jvp(lambda t: attention(t, x, x), (x,), (x,))
     with fastattn.backend("reference"):
-        assert torch.equal(out, scaled_dot_product_attention(x, x, x))
+        assert torch.equal(out, attention(x, x, x))
     wanted = torch.func.jvp(lambda t: torch.softmax(t @ x.mT / 8**0.5, -1) @ x, (x,), (x,))[1]
     torch.testing.assert_close(tangent, wanted)
 
@@ -401,10 +376,10 @@ def test_forward_mode_beside_float32():
 def test_meta_tensors():
     """Meta tensors give the right shapes also off the fast path, and refuse CPU tensors as other operands."""
     meta = functools.partial(torch.empty, device="meta")
-    out = scaled_dot_product_attention(meta(4, 7, 8), meta(2, 9, 8), meta(2, 9, 3), enable_gqa=True)
+    out = attention(meta(4, 7, 8), meta(2, 9, 8), meta(2, 9, 3), enable_gqa=True)
     assert (out.shape, out.device.type) == ((4, 7, 3), "meta")
     with pytest.raises(ValueError, match="must be on one device, got meta, cpu and cpu"):
-        scaled_dot_product_attention(meta(1, 2, 5, 8), *torch.randn(2, 1, 2, 5, 8))
+        attention(meta(1, 2, 5, 8), *torch.randn(2, 1, 2, 5, 8))
 
 
 @COMPILED
@@ -468,8 +443,8 @@ def test_sizes_that_depend_on_data(of):
     x, chosen = torch.randn(6, 2, 6, 8), torch.tensor([True, False, True, True, False, True])
 
     def attend(x, chosen):
-        chosen_x = x[chosen] if of == "batch" else x[:, :, chosen]
-        return fastattn.scaled_dot_product_attention(chosen_x, chosen_x, chosen_x)
+        some = x[chosen] if of == "batch" else x[:, :, chosen]
+        return attention(some, some, some)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         found = torch.compile(attend, fullgraph=True, backend="aot_eager")(x, chosen)

@@ -1,5 +1,6 @@
 """layer_norm and dropout_add_layer_norm against the float64 oracle."""
 
+import functools
 import itertools
 import math
 
@@ -21,10 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def affine(shape, kind, dtype):
-    return (
-        torch.randn(shape).to(dtype) if "w" in kind else None,
-        torch.randn(shape).to(dtype) if "b" in kind else None,
-    )
+    return [torch.randn(shape).to(dtype) if letter in kind else None for letter in "wb"]
 
 
 def check(input, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -39,10 +37,8 @@ def check(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     assert ours[0][0].dtype == input.dtype
     assert ours[0][0].is_contiguous()
     assert [g.dtype for g in ours[1]] == [t.dtype for t in tensors if t is not None]
-    compare(
-        ours, wanted, peer, ["out", "grad_input", "grad", "grad"], input.dtype, input, normalized_shape, weight, eps
-    )
-    return ours
+    names = ["out", "grad_input", "grad", "grad"]
+    compare(ours, wanted, peer, names, input.dtype, input, normalized_shape, weight, eps)
 
 
 def check_fused(input, residual, weight=None, bias=None, p=0.0, eps=1e-5):
@@ -50,7 +46,8 @@ def check_fused(input, residual, weight=None, bias=None, p=0.0, eps=1e-5):
     dtype = torch.promote_types(input.dtype, residual.dtype)
     total = exact_fused(*tensors, p, eps, seed=SEED)[1]
     for count in (1, 2):
-        ours = gradients(lambda *t, n=count: dropout_add_layer_norm(*t, p, eps, seed=SEED, prenorm=n == 2), tensors)
+        call = functools.partial(dropout_add_layer_norm, dropout_p=p, eps=eps, seed=SEED, prenorm=count == 2)
+        ours = gradients(call, tensors)
         wanted = gradients(lambda *t, n=count: exact_fused(*t, p, eps, seed=SEED)[:n], tensors)
         peer = gradients(lambda *t, n=count: exact_fused(*t, p, eps, seed=SEED, dtype=dtype)[:n], tensors)
         assert [o.dtype for o in ours[0]] == [dtype] * count
@@ -58,13 +55,9 @@ def check_fused(input, residual, weight=None, bias=None, p=0.0, eps=1e-5):
         names = [*["out", "sum"][:count], "grad_input", "grad_residual", "grad", "grad"]
         compare(ours, wanted, peer, names, dtype, total, total.shape[-1:], weight, eps)
         for low in DTYPES[1:] if dtype == torch.float32 else []:  # the same numbers, rounded once more
-            (out, *rest), grads = gradients(
-                lambda *t, n=count, d=low: dropout_add_layer_norm(*t, p, eps, seed=SEED, prenorm=n == 2, out_dtype=d),
-                tensors,
-            )
-            assert out.dtype == low
-            exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
-            torch.testing.assert_close([out, *rest, *grads], [ours[0][0].to(low), *ours[0][1:], *ours[1]], **exactly)
+            found = gradients(functools.partial(call, out_dtype=low), tensors)
+            rounded = (ours[0][0].to(low), *ours[0][1:]), ours[1]
+            torch.testing.assert_close(found, rounded, rtol=0, atol=0, equal_nan=True)  # which compares dtypes too
 
 
 def compare(ours, wanted, peer, names, dtype, total, normalized_shape, weight, eps):
@@ -89,7 +82,10 @@ SHAPES = [
 ]
 
 
-OPERATIONS = pytest.mark.parametrize("operation", ["layer_norm", "dropout_add_layer_norm"])
+NORMS = {
+    "layer_norm": lambda x, w, b: layer_norm(x, x.shape[-1:], w, b),
+    "dropout_add_layer_norm": lambda x, w, b: dropout_add_layer_norm(torch.zeros_like(x), x, w, b),
+}
 AFFINE = [pytest.param("", id="plain"), "w", "b", "wb"]
 
 
@@ -115,19 +111,18 @@ def test_shapes(backend, sizes, kind, dtype):
 def test_any_eps(eps, dtype):
     """Every eps gives torch's results. If the variance plus eps is negative, the row and its gradient are NaN."""
     tensors = torch.randn(6, 16, dtype=dtype), torch.randn(16, dtype=dtype), torch.randn(16, dtype=dtype)
-    (out,), grads = gradients(lambda *t: layer_norm(t[0], (16,), *t[1:], eps), tensors)
-    (wanted,), wanted_grads = gradients(lambda *t: F.layer_norm(t[0], (16,), *t[1:], eps), tensors)
-    for a, e in zip((out, *grads), (wanted, *wanted_grads), strict=True):
-        torch.testing.assert_close(a, e, equal_nan=True, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer_norm(tensors[0], (16,), *tensors[1:], eps), out, equal_nan=True)  # the fast path
+    found = gradients(lambda *t: layer_norm(t[0], (16,), *t[1:], eps), tensors)
+    wanted = gradients(lambda *t: F.layer_norm(t[0], (16,), *t[1:], eps), tensors)
+    torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-5, atol=1e-5)
+    out = layer_norm(tensors[0], (16,), *tensors[1:], eps)  # the fast path
+    torch.testing.assert_close(out, found[0][0], equal_nan=True)
+
+
+WIDTHS = [*range(1, 34), 47, 49, 63, 65, 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("columns", "dtype"),
-    in_turn([*range(1, 34), 47, 49, 63, 65, 127, 128, 255, 257, 511, 1023, 1025, 4096, 16385, 65536], DTYPES),
-    ids=str,
-)
+@pytest.mark.parametrize(("columns", "dtype"), in_turn(WIDTHS, DTYPES), ids=str)
 def test_every_width(backend, dtype, columns):
     rows = 5 if columns < 2**14 else 2
     parameters = affine((columns,), "wb", dtype)
@@ -174,15 +169,10 @@ def test_residuals_far_from_zero(backend):
     columns = 512
     for mean, p in itertools.product((1e3, 1e4), (0.0, 0.25)):
         tensors = [torch.randn(32, columns), torch.randn(32, columns) + mean, *affine((columns,), "wb", torch.float32)]
-        ours, wanted, peer = (
-            gradients(function, tensors)
-            for function in (
-                lambda *t, p=p: dropout_add_layer_norm(*t, p, seed=SEED, prenorm=True),
-                lambda *t, p=p: exact_fused(*t, p, 1e-5, seed=SEED),
-                lambda *t, p=p: exact_fused(*t, p, 1e-5, seed=SEED, dtype=torch.float32),
-            )
-        )
-        for one, exactly, torchs in zip(*([*out, *grads] for out, grads in (ours, wanted, peer)), strict=True):
+        seeded = functools.partial(exact_fused, p=p, seed=SEED)
+        ours = gradients(lambda *t, p=p: dropout_add_layer_norm(*t, p, seed=SEED, prenorm=True), tensors)
+        wanted, peer = gradients(seeded, tensors), gradients(functools.partial(seeded, dtype=torch.float32), tensors)
+        for one, exactly, torchs in zip(*(outs + grads for outs, grads in (ours, wanted, peer)), strict=True):
             assert (one - exactly).norm() <= 1.5 * (torchs - exactly).norm() + 2**-24 * exactly.norm()
 
 
@@ -243,18 +233,14 @@ def rows_that_overflow(columns, dtype):
     return rows.to(dtype)
 
 
-@OPERATIONS
+@pytest.mark.parametrize("operation", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [*(pytest.param(n, marks=pytest.mark.representative) for n in (9, 700)), 9003])
 def test_statistics_that_overflow_are_nan(backend, operation, columns, dtype):
     """Statistics that overflow make the row and its gradient NaN, never 0. The healthy row and its gradient stay
     right."""
     rows, (weight, bias) = rows_that_overflow(columns, dtype), affine((columns,), "wb", torch.float32)
-    functions = {
-        "layer_norm": lambda x, w, b: layer_norm(x, (columns,), w, b),
-        "dropout_add_layer_norm": lambda x, w, b: dropout_add_layer_norm(torch.zeros_like(x), x, w, b),
-    }
-    (out,), (grad, grad_weight, grad_bias) = gradients(functions[operation], (rows, weight, bias))
+    (out,), (grad, grad_weight, grad_bias) = gradients(NORMS[operation], (rows, weight, bias))
     (wanted,), (wanted_grad, _, _) = gradients(lambda x, w, b: exact(x, (columns,), w, b), (rows, weight, bias))
     for name, got, healthy in (("out", out, wanted[0]), ("grad", grad, wanted_grad[0])):
         assert got[1:].isnan().all(), name
@@ -373,9 +359,8 @@ def test_fused(backend, dtypes, shape, p, kind):
 def test_fused_rate_of_1(backend):
     input, residual, weight = torch.randn(9, 40), torch.randn(9, 40), torch.randn(40)
     check_fused(input, residual, weight, p=1.0)
-    assert torch.equal(
-        dropout_add_layer_norm(input, residual, weight, dropout_p=1.0), layer_norm(residual, (40,), weight)
-    )
+    fused = dropout_add_layer_norm(input, residual, weight, dropout_p=1.0)
+    assert torch.equal(fused, layer_norm(residual, (40,), weight))
 
 
 @pytest.mark.torch_version
