@@ -9,21 +9,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import (
-    Dropout,
-    DropoutAddLayerNorm,
-    KeyValueCache,
-    LayerNorm,
-    MultiHeadAttention,
-    SoftmaxDropout,
-    attention_weights,
-    dropout,
-    dropout_add_layer_norm,
-    dropout_mask,
-    layer_norm,
-    softmax_dropout,
-    varlen_attn,
-)
+from fastattn import dropout, dropout_add_layer_norm, dropout_mask, layer_norm, nn, softmax_dropout, varlen_attn
 from fastattn import scaled_dot_product_attention as attention
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 6)
@@ -58,7 +44,7 @@ BAD = [
     # masks, shared with attention_weights
     *(
         (lambda o=o, call=call: call(**o), *words)
-        for call in (lambda **o: attention(Q, K, V, **o), lambda **o: attention_weights(Q, K, **o))
+        for call in (lambda **o: attention(Q, K, V, **o), lambda **o: fastattn.attention_weights(Q, K, **o))
         for o, *words in (
             ({"attn_mask": torch.zeros(5, 8)}, "attn_mask", "(5, 8)", "9"),
             ({"attn_mask": torch.zeros(1, 2, 4, 5, 9)}, "attn_mask", "(1, 2, 4, 5, 9)"),
@@ -75,6 +61,8 @@ BAD = [
             ({"scale": -1e300}, "scale", "-1e+300"),
             ({"scale": 10**310}, "scale", "float32"),
             ({"enable_gqa": "yes"}, "enable_gqa", "yes"),
+            ({"is_causal": 1}, "is_causal", "1", "True or False"),
+            ({"is_causal": 2}, "is_causal", "2", "True or False"),
             ({"causal_variant": "lower"}, "causal_variant", "lower", "lower_right"),
             ({"key_lengths": torch.tensor([3, 10])}, "key_lengths", "10", "9"),
             ({"key_lengths": torch.tensor([-1, 3])}, "key_lengths", "-1"),
@@ -106,6 +94,8 @@ BAD = [
     (lambda: varlen(cu_k=CU[:2]), "cu_seq_k", "[0, 4]", "9"),
     (lambda: varlen(cu_q=torch.tensor([0, 4, 8])), "cu_seq_q", "8", "9"),
     (lambda: varlen(cu_q=torch.tensor([1, 4, 9])), "cu_seq_q", "1", "0"),
+    (lambda: varlen(T, T, T, *[torch.tensor([0, 13])] * 2, 13, 13, dropout_p=0.3), "cu_seq_q", "0 to 9"),
+    (lambda: varlen(T, T, T, *[torch.tensor([0, 9, 8])] * 2, 9, 9, dropout_p=0.3), "cu_seq_q", "0 to 9"),
     (lambda: varlen(cu_k=torch.tensor([0, 12, 9])), "cu_seq_k", "12"),
     (lambda: varlen(max_q=3), "max_q", "3", "5"),
     (lambda: varlen(max_k=4), "max_k", "4", "5"),
@@ -173,38 +163,48 @@ BAD = [
 
 
 def filled_cache():
-    cache = KeyValueCache()
+    cache = nn.KeyValueCache()
     cache.append(K, K)
     return cache
 
 
 def self_attention(**masks):
-    return MultiHeadAttention(16, 4)(*[torch.randn(5, 2, 16)] * 3, **masks)
+    return nn.MultiHeadAttention(16, 4)(*[torch.randn(5, 2, 16)] * 3, **masks)
 
 
 BAD_MODULES = [
-    (lambda: MultiHeadAttention(16, 3), "embed_dim", "16", "3"),
-    (lambda: MultiHeadAttention(0, 1), "embed_dim", "0"),
-    (lambda: MultiHeadAttention(16, 0), "num_heads", "0"),
-    (lambda: MultiHeadAttention(16, 4, dropout=1.5), "dropout", "1.5"),
-    (lambda: MultiHeadAttention(16, 4, head_dim=0), "head_dim", "0"),
-    (lambda: MultiHeadAttention(16, 4, value_head_dim=-3), "value_head_dim", "-3"),
-    (lambda: MultiHeadAttention(16, 4)(*[torch.randn(5, 2, 12)] * 3), "query", "12", "16"),
-    (lambda: MultiHeadAttention(16, 4)(*[torch.randn(5)] * 3), "query", "(5,)"),
-    (lambda: MultiHeadAttention(16, 4)(torch.randn(5, 2, 16), *[torch.randn(5, 3, 16)] * 2), "key", "3", "2"),
-    (lambda: MultiHeadAttention(16, 4)(torch.randn(5, 2, 16), torch.randn(5, 16), torch.randn(5, 16)), "key", "2", "3"),
+    (lambda: nn.MultiHeadAttention(16, 3), "embed_dim", "16", "3"),
+    (lambda: nn.MultiHeadAttention(0, 1), "embed_dim", "0"),
+    (lambda: nn.MultiHeadAttention(16, 0), "num_heads", "0"),
+    (lambda: nn.MultiHeadAttention(16, 4, dropout=1.5), "dropout", "1.5"),
+    (lambda: nn.MultiHeadAttention(16.0, 4), "MultiHeadAttention: embed_dim must be an integer, got 16.0"),
+    (lambda: nn.MultiHeadAttention(16, 4, head_dim=16 / 4), "head_dim must be an integer, got 4.0"),
+    (lambda: nn.MultiHeadAttention(16, 4, head_dim=0), "head_dim", "0"),
+    (lambda: nn.MultiHeadAttention(16, 4, value_head_dim=-3), "value_head_dim", "-3"),
+    (lambda: nn.MultiHeadAttention(16, 4, num_kv_heads=-1), "num_kv_heads must be positive, got -1"),
+    (lambda: nn.MultiHeadAttention(16, 4, num_kv_heads=3), "num_kv_heads must divide num_heads, got 3 and 4"),
+    # Arguments in another order: (n_head, d_model, d_k, d_v), (h, d_model) and (d_model, n_head, d_k, d_v).
+    (lambda: nn.MultiHeadAttention(8, 512, 32, 32), "MultiHeadAttention(512, 8, head_dim=32)"),
+    (lambda: nn.MultiHeadAttention(8, 512), "MultiHeadAttention(512, 8)"),
+    (lambda: nn.MultiHeadAttention(512, 8, 64, 64), "MultiHeadAttention(512, 8, head_dim=64)"),
+    (lambda: nn.MultiHeadAttention(512, 8, 64, 32), "MultiHeadAttention(512, 8, head_dim=64, value_head_dim=32)"),
+    (lambda: nn.MultiHeadAttention(16, 1000, 62, 62), "MultiHeadAttention(1000, 16, head_dim=62)"),
+    (lambda: nn.MultiHeadAttention(16, 4)(*[torch.randn(5, 2, 12)] * 3), "query", "12", "16"),
+    (lambda: nn.MultiHeadAttention(16, 4)(*[torch.randn(5)] * 3), "query", "(5,)"),
+    (lambda: nn.MultiHeadAttention(16, 4)(torch.randn(5, 2, 16), *[torch.randn(5, 3, 16)] * 2), "key", "3", "2"),
+    (lambda: nn.MultiHeadAttention(16, 4)(torch.randn(5, 2, 16), *[torch.randn(5, 16)] * 2), "key", "2", "3"),
     (lambda: self_attention(attn_mask=torch.zeros(4, 5)), "attn_mask", "(4, 5)", "(5, 5)"),
     (lambda: self_attention(key_padding_mask=torch.zeros(5, 2)), "key_padding_mask", "(5, 2)", "(2, 5)"),
     (lambda: self_attention(key_padding_mask=torch.zeros(2, 5).int()), "key_padding_mask", "int32"),
-    (lambda: LayerNorm(8)(torch.randn(3, 9)), "normalized_shape", "9", "8"),
-    (lambda: Dropout(1.5), "dropout probability", "1.5"),
-    (lambda: SoftmaxDropout(-1), "p", "-1"),
-    (lambda: DropoutAddLayerNorm(8, p=2), "p", "2"),
-    (lambda: DropoutAddLayerNorm(8.0), "normalized_shape", "8.0"),
-    (lambda: MultiHeadAttention(8, 2, kdim=-3), "kdim", "-3"),
-    (lambda: MultiHeadAttention(8, 2, vdim=4.0), "vdim", "4.0"),
-    (lambda: KeyValueCache(-1), "max_length", "-1"),
-    (lambda: KeyValueCache().append(K, K[0]), "key", "value", "(4, 9, 8)"),
+    (lambda: nn.LayerNorm(8)(torch.randn(3, 9)), "normalized_shape", "9", "8"),
+    (lambda: nn.Dropout(1.5), "dropout probability", "1.5"),
+    (lambda: nn.SoftmaxDropout(-1), "p", "-1"),
+    (lambda: nn.DropoutAddLayerNorm(8, p=2), "p", "2"),
+    (lambda: nn.DropoutAddLayerNorm(8.0), "normalized_shape", "8.0"),
+    (lambda: nn.MultiHeadAttention(8, 2, kdim=-3), "kdim", "-3"),
+    (lambda: nn.MultiHeadAttention(8, 2, vdim=4.0), "vdim", "4.0"),
+    (lambda: nn.KeyValueCache(-1), "max_length", "-1"),
+    (lambda: nn.KeyValueCache().append(K, K[0]), "key", "value", "(4, 9, 8)"),
     (lambda: filled_cache().append(K.to("meta"), K.to("meta")), "key", "meta", "cpu"),
     (lambda: filled_cache().reorder([1, 0]), "index", "list"),
     (lambda: filled_cache().reorder(torch.tensor([True, False])), "index", "torch.bool"),
