@@ -35,10 +35,6 @@ SMALL = [
 ]
 
 
-def named(cases):
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-
-
 def result(ratio, *, name="case", share=None, limit="", own=None, noise=""):
     """A result of fastattn in one second."""
     ratios = {"torch": ratio} if own is None else {"torch": ratio, "plain": 1 / own}
@@ -106,16 +102,9 @@ def test_rounds_that_a_neighbour_disturbed_do_not_count():
 
 def test_others_are_what_the_processors_did_beside_this_process(tmp_path, monkeypatch):
     """User, nice, system, irq, softirq and steal of processors 0 and 1, not idle and iowait, less our own 2 seconds."""
-    stat = tmp_path / "stat"
-    rows = [
-        "cpu 9 9",
-        "cpu0 1 2 3 400 500 4 5 6 0 0",
-        "cpu1 100 0 200 400 500 0 0 600 0 0",
-        "cpu2" + " 9" * 10,
-        "ctxt 7",
-    ]
-    stat.write_text("\n".join(rows) + "\n")
-    monkeypatch.setattr(timer, "STAT", stat)
+    cpus = "cpu 9 9\ncpu0 1 2 3 400 500 4 5 6 0 0\ncpu1 100 0 200 400 500 0 0 600 0 0\ncpu2 9 9 9 9 9 9 9 9 9 9\n"
+    (tmp_path / "stat").write_text(f"{cpus}ctxt 7\n")
+    monkeypatch.setattr(timer, "STAT", tmp_path / "stat")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     monkeypatch.setattr(os, "times", lambda: (1.0, 0.5, 0.3, 0.2, 1000.0))
@@ -159,7 +148,7 @@ def test_names_of_cases_tell_them_apart():
 # --- peers and check ---
 
 
-@named(SMALL)
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_peers_compute_what_ours_computes(case, monkeypatch):
     """Otherwise a ratio would compare different work. Compilation would take too long here, so nothing is compiled."""
     monkeypatch.setattr(peers, "_compiled", lambda function: function)
@@ -171,7 +160,10 @@ def test_peers_compute_what_ours_computes(case, monkeypatch):
             torch.testing.assert_close(peer(*tensors, **others), ours, **tolerance)
 
 
-@named([*SMALL, *(replace(case, dropout=0.25) for case in SMALL if case.operation != "layer_norm")])
+DROPPING = [replace(case, dropout=0.25) for case in SMALL if case.operation != "layer_norm"]
+
+
+@pytest.mark.parametrize("case", [*SMALL, *DROPPING], ids=lambda case: case.name)
 def test_check_accepts_ours(case):
     assert contest.check(case) == []
 
@@ -424,8 +416,9 @@ def test_a_filter_chooses_by_words(text, has, lacks):
     assert not bench.has_text(lacks, text)
 
 
-def test_lines_stand_below_the_machine_and_its_limits(monkeypatch, capsys, tmp_path):
-    """Each has its number and the total. The file leaves out what was noisy; the line says so."""
+@pytest.fixture
+def measured(monkeypatch):
+    """Make the command measure nothing: the results are fixed, and those of bfloat16 noisy."""
 
     def run(case, **options):
         return result(2.0, name=case.name, share=0.5, limit="arithmetic", noise="busy" * (case.dtype == torch.bfloat16))
@@ -433,6 +426,11 @@ def test_lines_stand_below_the_machine_and_its_limits(monkeypatch, capsys, tmp_p
     monkeypatch.setattr(timer.Neighbours, "noise", lambda self: "")
     monkeypatch.setattr(limits, "measure", lambda: {"float32": 1e11})
     monkeypatch.setattr(contest, "run", run)
+
+
+@pytest.mark.usefixtures("measured")
+def test_lines_stand_below_the_machine_and_its_limits(capsys, tmp_path):
+    """Each has its number and the total. The file leaves out what was noisy; the line says so."""
     output = tmp_path / "results.csv"
     assert command("--filter", "1x8x1x64 32 keys", "--output", output) == 0
     machine, *lines = capsys.readouterr().out.splitlines()
@@ -444,10 +442,9 @@ def test_lines_stand_below_the_machine_and_its_limits(monkeypatch, capsys, tmp_p
     assert [row.case for row in report.read(output)] == ["limit: float32", names[0]]
 
 
+@pytest.mark.usefixtures("measured")
 def test_a_terminal_shows_which_case_is_being_measured(monkeypatch, capsys):
     """Before its line, and removed by an escape sequence that clears the terminal's line."""
-    monkeypatch.setattr(limits, "measure", lambda: {"float32": 1e11})
-    monkeypatch.setattr(contest, "run", lambda case, **options: result(2.0, name=case.name))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert command("--filter", "float32 1x8x1x64 32 keys") == 0
     assert capsys.readouterr().err == "1/1 attention float32 1x8x1x64 32 keys forward ...\r\033[K"

@@ -133,18 +133,17 @@ def test_the_commands_page_names_and_shows_them():
     assert shown == set(COMMANDS) - {"prepare"}  # docs/reproduce.md shows it
 
 
+DOCUMENTED = [
+    name for page in sorted((DOCS / "api").glob("*.md")) for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
+]
+
+
 def test_the_reference_lists_every_public_name():
-    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
-    listed = re.findall(r"^::: fastattn\.(\w+)$", pages, re.MULTILINE)
+    listed = [name.removeprefix("fastattn.") for name in DOCUMENTED if name.count(".") == 1]
     own = [module for name, module in sys.modules.items() if name.startswith("fastattn.")]
     public = {name for module in own for name in getattr(module, "__all__", ()) if hasattr(fastattn, name)}
     alias = "MultiheadAttention"
     assert sorted((*listed, alias)) == sorted(public | {"Transformer", "TransformerConfig"})
-
-
-DOCUMENTED = [
-    name for page in sorted((DOCS / "api").glob("*.md")) for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
-]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -200,10 +199,8 @@ SHORTER = (
     ("--nproc-per-node 8", "--nproc-per-node 2"),
     ("--preset base", "--preset tiny --max-steps 2"),
 )
+# What the commands of a page make.
 MADE = {
-    "README.md": [],
-    "docs/install.md": [],
-    "docs/quickstart.md": [],
     "docs/translate.md": [
         *("test.es", "sampled.es", "heads.svg", "model/best", "loss.svg", "model-mean", "model-ct2", "model-int8"),
         "imported",
@@ -211,6 +208,8 @@ MADE = {
     "docs/training.md": ["run/best"],
     "docs/migrate.md": ["imported"],
 }
+# tests/test_prepare.py runs docs/reproduce.md on its own archives.
+RUN = ["README.md", "docs/install.md", "docs/quickstart.md", *MADE]
 
 
 def given_files(folder):
@@ -234,7 +233,7 @@ def given_files(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", MADE)
+@pytest.mark.parametrize("page", RUN)
 def test_commands_of_a_page_run(page, tmp_path):
     """A page's shell blocks run one after the other in one folder, unchanged except for omitted and shortened lines."""
     text = (ROOT / page).read_text().replace("\\\n", " ").replace("&&\n", "&& ")
@@ -256,19 +255,19 @@ def test_commands_of_a_page_run(page, tmp_path):
         )
     assert done.returncode == 0, done.stderr
     assert ("Y dijo Dios: Sea la luz, y fué la luz.\n" in done.stdout) == ("Let there be light" in script)
-    assert [name for name in MADE[page] if not (tmp_path / name).exists()] == []
+    assert [name for name in MADE.get(page, []) if not (tmp_path / name).exists()] == []
 
 
 def test_every_page_with_commands_has_them_run():
-    """Every page with commands is run here, except docs/reproduce.md. tests/test_prepare.py runs that one on its own
-    archives."""
-    assert {page for page, _ in COMMAND_LINES} == {*MADE, "docs/reproduce.md"}
+    assert {page for page, _ in COMMAND_LINES} == {*RUN, "docs/reproduce.md"}
 
 
 def test_pages_show_the_recorded_results(monkeypatch):
-    """The pages hold the current text of everything that `make tables` writes between markers."""
+    """The pages hold the current text of everything that `make tables` writes between markers, and the pictures the
+    figures that it draws."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("pages").tables()
+    pages = importlib.import_module("pages")
+    tables = pages.tables()
     assert len(tables) >= 10
     stale = [
         f"{name} in {page}"
@@ -276,11 +275,6 @@ def test_pages_show_the_recorded_results(monkeypatch):
         if f"<!-- {name}:begin -->\n{text}\n<!-- {name}:end -->\n" not in (ROOT / page).read_text()
     ]
     assert stale == [], "`make tables` writes them"
-
-
-def test_the_pictures_show_the_recorded_results(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    pages = importlib.import_module("pages")
     for name, drawn in pages.pictures().items():
         source = f"<dc:source>{pages.source(*drawn)}</dc:source>"
         assert source in (DOCS / "images" / name).read_text(), "`make tables` draws it"

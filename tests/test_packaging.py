@@ -15,6 +15,7 @@ import types
 import venv
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -48,10 +49,9 @@ def run(*command, **options) -> str:
     return done.stdout
 
 
-def nm(*arguments) -> list[tuple[str, str]]:
-    """Return (kind, symbol) of each line that nm prints; a symbol includes its version, if any."""
-    lines = (line.split() for line in run("nm", *arguments).splitlines())
-    return [(words[-2], words[-1]) for words in lines if len(words) >= 2]
+def undefined(library: Path, kinds: str) -> list[str]:
+    """Return the undefined symbols of these kinds, U or the weak v and w, each with its version, if any."""
+    return re.findall(rf" [{kinds}] (\S+)$", run("nm", "-D", "--undefined-only", library), re.MULTILINE)
 
 
 # The library
@@ -63,22 +63,21 @@ def test_undefined_symbols_are_stable(library):
     C++ run time. There is no CPython symbol and no C++ symbol of torch."""
     include = Path(torch.__file__).parent / "include/torch/csrc"
     shims = "".join((include / name).read_text() for name in ("stable/c/shim.h", "inductor/aoti_torch/c/shim.h"))
-    undefined = [symbol for kind, symbol in nm("-D", "--undefined-only", library) if kind == "U"]
-    torch_symbols = {symbol for symbol in undefined if "@" not in symbol}
+    symbols = undefined(library, "U")
+    torch_symbols = {symbol for symbol in symbols if "@" not in symbol}
     assert torch_symbols, "a library that registers operations calls torch"
     assert not [symbol for symbol in torch_symbols if not re.search(rf"\b{symbol}\(", shims)]
-    runtime = {symbol.split("@")[1].split("_")[0] for symbol in undefined if "@" in symbol}
+    runtime = {symbol.split("@")[1].split("_")[0] for symbol in symbols if "@" in symbol}
     assert runtime <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC", ""}
 
 
 def test_the_run_time_is_no_newer_than_that_of_torchs_wheels(library):
     """csrc/bindings/runtime.cpp has what is newer than glibc 2.28 and GCC 8, so that wheels load there."""
     newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8,)}
-    symbols = [symbol for _, symbol in nm("-D", "--undefined-only", library) if "@" in symbol]
-    found = [re.fullmatch(r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", symbol).groups() for symbol in symbols]
+    symbols = [symbol for symbol in undefined(library, "Uvw") if "@" in symbol]
+    found = {re.fullmatch(r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", symbol).groups() for symbol in symbols}
     assert {name for name, _ in found} >= {"GLIBC", "GLIBCXX"}
-    newer = [tuple(map(int, version.split("."))) > newest[name] for name, version in found]
-    assert [symbol for symbol, is_newer in zip(symbols, newer, strict=True) if is_newer] == []
+    assert [(name, of) for name, of in found if tuple(map(int, of.split("."))) > newest[name]] == []
 
 
 @pytest.mark.slow
@@ -90,7 +89,7 @@ def test_bindings_compile_with_this_torchs_headers(library):
 
 
 def test_library_exports_nothing(library):
-    assert [symbol for kind, symbol in nm("-D", "--defined-only", library)] == []
+    assert run("nm", "-D", "--defined-only", library) == ""
 
 
 def test_a_library_needs_torch_and_the_run_time_alone(library):
@@ -98,9 +97,8 @@ def test_a_library_needs_torch_and_the_run_time_alone(library):
     needed = set(re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", library)))
     torch_ = {"libtorch_cpu.so", "libtorch_cuda.so"} if library.name == "_cuda.so" else {"libtorch_cpu.so"}
     assert {name for name in needed if "torch" in name} == torch_
-    assert {re.sub(r"(-linux.*)?\.so.*", "", name) for name in needed - torch_} <= {
-        "libstdc++", "libgcc_s", "libc", "libm", "libdl", "libpthread", "librt", "ld",
-    }  # fmt: skip
+    others = {re.sub(r"(-linux.*)?\.so.*", "", name) for name in needed - torch_}
+    assert others <= {"libstdc++", "libgcc_s", "libc", "libm", "libdl", "libpthread", "librt", "ld"}
 
 
 @pytest.mark.torch_version
@@ -269,6 +267,16 @@ def toolkit(tmp_path, monkeypatch):
     return str(tmp_path / "bin/nvcc")
 
 
+@pytest.fixture
+def ninja(toolkit, monkeypatch):
+    """Return the mock of `run_ninja`. Nothing is compiled."""
+    for name in ("copy_cuda_runtime", "imitate_library"):
+        monkeypatch.setattr(native_build, name, lambda *_: None)
+    run_ninja = mock.Mock()
+    monkeypatch.setattr(native_build, "run_ninja", run_ninja)
+    return run_ninja
+
+
 def test_cuda_library_is_left_out_with_a_reason(toolkit, tmp_path, monkeypatch, build):
     """The library is left out with a reason even under FASTATTN_BUILD=1, since nothing has failed. FASTATTN_CUDA=1
     makes it an error."""
@@ -318,18 +326,12 @@ def test_cuda_architectures(toolkit, tmp_path, monkeypatch):
         ("12.4", ["8.0", "9.0"], False),
     ],
 )
-def test_kernels_for_hopper_are_built_for_9_0a_alone(tmp_path, monkeypatch, release, names, expected):
+def test_kernels_for_hopper_are_built_for_9_0a_alone(ninja, tmp_path, release, names, expected):
     """They are part of a library for 9.0 whose compiler can compile them, and their file alone is compiled for 9.0a."""
-    (tmp_path / "bin").mkdir()
     script(tmp_path / "bin/nvcc", f"echo release {release}")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    compiled = {}
-    monkeypatch.setattr(native_build, "imitate_library", lambda *_: None)
-    monkeypatch.setattr(
-        native_build, "run_ninja", lambda _, objects, *__: compiled.update({o[0]: o[2] for o in objects})
-    )
-    monkeypatch.setattr(native_build, "nvcc_threads", lambda *_: 1)
     native_build.compile_cuda(tmp_path, Path("torch"), names, native_build.wants_hopper(names))
+    objects = ninja.call_args.args[1]
+    compiled = {name: flags for name, _, flags in objects}
     assert ("attention_hopper.o" in compiled) == expected
     assert ("-DFASTATTN_HOPPER" in compiled["bindings.o"]) == expected
     if expected:
@@ -373,18 +375,15 @@ def test_nvcc_is_told_of_the_cores(toolkit, monkeypatch):
         ("distcc clang++ -stdlib=libstdc++ -m64", "clang++ -Xcompiler=-stdlib=libstdc++ -Xcompiler=-m64"),
     ],
 )
-def test_nvcc_is_given_the_compiler_itself(toolkit, monkeypatch, command, expected):
+def test_nvcc_is_given_the_compiler_itself(ninja, toolkit, monkeypatch, command, expected):
     """nvcc gets the compiler itself, not the program that starts it, and each flag behind an option."""
     monkeypatch.setattr(native_build.shutil, "which", lambda name: name)
     monkeypatch.setattr(native_build, "nvcc", lambda: (toolkit, "13.0"))
-    for name in ("copy_cuda_runtime", "imitate_library"):
-        monkeypatch.setattr(native_build, name, lambda *_: None)
-    lines = []
-    monkeypatch.setattr(native_build, "run_ninja", lambda directory, objects, target, *flags: lines.append(flags))
     monkeypatch.setenv("CXX", command)
     assert f" -ccbin {expected} -Xcompiler=-fPIC" in native_build.cuda_flags(["9.0"])
     native_build.compile_cuda(Path(toolkit).parent, Path("torch"), ["9.0"], hopper=True)
-    assert f" -ccbin {expected} -Xlinker" in lines[0][0]
+    link_flags = ninja.call_args.args[3]
+    assert f" -ccbin {expected} -Xlinker" in link_flags
 
 
 # The source of the headers
@@ -415,16 +414,16 @@ def test_find_torch_takes_the_first(tmp_path):
     assert native_build.find_torch([own, user, base]) == (in_user, (2, 13))
 
 
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [("2.9.1", "torch 2.9 is older than 2.10"), ("1.13.0", "torch 1.13 is older than 2.10"), (None, "no torch")],
-)
-def test_headers_refused(tmp_path, monkeypatch, version, expected):
+WITHOUT_HEADERS = {"2.9.1": "torch 2.9 is older than 2.10", "1.13.0": "torch 1.13 is older than 2.10", None: "no torch"}
+
+
+@pytest.mark.parametrize("version", WITHOUT_HEADERS)
+def test_headers_refused(tmp_path, monkeypatch, version):
     if version:
         fake_torch(tmp_path, version)
     monkeypatch.setattr(native_build.sys, "path", [])
     monkeypatch.setattr(native_build, "site_directories", lambda: [tmp_path])
-    with pytest.raises(native_build.BuildError, match=expected):
+    with pytest.raises(native_build.BuildError, match=WITHOUT_HEADERS[version]):
         native_build.torch_for_building()
 
 
@@ -595,10 +594,6 @@ def pip(python: Path, *arguments: object, cwd: Path, **environment: str) -> str:
     return run(sys.executable, "-m", "pip", "--python", python, *arguments, cwd=cwd, env={**os.environ, **environment})
 
 
-def pip_install(python: Path, *arguments: object, cwd: Path, **environment: str) -> str:
-    return pip(python, "install", *arguments, cwd=cwd, **environment)
-
-
 COMPUTES = """
 import torch, fastattn
 from fastattn.info import report
@@ -645,7 +640,7 @@ def test_pip_install_in_a_plain_environment(clean, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         assert {"fastattn/_cpu.so", "fastattn/_triton.so"} <= set(archive.namelist())
         assert json.loads(archive.read("fastattn/_build.json"))["cpu"]["instruction_sets"]
-    assert "Collecting torch" not in pip_install(python, f"{wheel}[train]", cwd=tmp_path)
+    assert "Collecting torch" not in pip(python, "install", f"{wheel}[train]", cwd=tmp_path)
     assert "with the headers of torch " in describe(python, COMPUTES)
     translated = run(python.with_name("fastattn"), "translate", input="God is good.\n", cwd=tmp_path)
     assert "Dios" in translated
@@ -656,7 +651,7 @@ def test_a_program_beside_an_editable_clone_imports_the_package(clean, tmp_path)
     """The clone is a folder of the package's name, so that a program beside it has that folder on its path."""
     assert clean.name == "fastattn"
     python, wheel = new_environment(tmp_path / "env"), call_hook(clean, "build_editable", tmp_path, FASTATTN_BUILD="0")
-    pip_install(python, "--no-deps", str(wheel), cwd=tmp_path)
+    pip(python, "install", "--no-deps", str(wheel), cwd=tmp_path)
     program = "import fastattn; from fastattn import DropoutAddLayerNorm; print(fastattn.__file__)"
     assert Path(run(python, "-c", program, cwd=clean.parent).strip()) == clean / "fastattn/__init__.py"
 
@@ -664,8 +659,8 @@ def test_a_program_beside_an_editable_clone_imports_the_package(clean, tmp_path)
 @pytest.mark.slow
 def test_editable_install_without_isolation(clean, tmp_path):
     python = new_environment(tmp_path / "env")
-    pip_install(python, "setuptools>=77", "ninja", cwd=clean)
-    pip_install(python, "--no-build-isolation", "-e", ".", cwd=clean, **SMALL)
+    pip(python, "install", "setuptools>=77", "ninja", cwd=clean)
+    pip(python, "install", "--no-build-isolation", "-e", ".", cwd=clean, **SMALL)
     text = describe(python)
     assert "with the headers of torch " in text
     assert str(clean / "fastattn") in text
@@ -677,7 +672,7 @@ def test_a_build_without_this_machines_instruction_set_warns_once(clean, tmp_pat
     """The warning and `fastattn info` name the set. Results are right all the same."""
     python, best = new_environment(tmp_path / "env"), machine_isas()[0]
     wheel = call_hook(clean, "build_wheel", tmp_path, **SMALL)
-    pip_install(python, "--no-deps", str(wheel), cwd=tmp_path)
+    pip(python, "install", "--no-deps", str(wheel), cwd=tmp_path)
     done = subprocess.run([python, "-c", COMPUTES], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"fastattn is built without its kernels for {best}, slower ones run") == 1
@@ -689,7 +684,7 @@ def test_pip_install_with_system_site_packages(clean, tmp_path):
     """The build finds a torch that is not in the environment itself, but in a place that the environment sees."""
     python, user = new_environment(tmp_path / "env", system_site_packages=True), tmp_path / "user"
     link_torch(user / LIBRARIES)
-    output = pip_install(python, ".", cwd=clean, **SMALL, PYTHONUSERBASE=str(user))
+    output = pip(python, "install", ".", cwd=clean, **SMALL, PYTHONUSERBASE=str(user))
     assert "Collecting torch" not in output
     assert "with the headers of torch " in describe(python, PYTHONUSERBASE=str(user))
 
@@ -697,5 +692,5 @@ def test_pip_install_with_system_site_packages(clean, tmp_path):
 @pytest.mark.slow
 def test_pip_install_without_a_compiler(clean, tmp_path):
     python = new_environment(tmp_path / "env")
-    pip_install(python, ".", cwd=clean, CXX="no-such-compiler")
+    pip(python, "install", ".", cwd=clean, CXX="no-such-compiler")
     assert "no C++ compiler: no-such-compiler not found" in describe(python)

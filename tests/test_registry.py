@@ -1,5 +1,7 @@
 """Tests of fastattn as torch's attention: torch's registry of implementations, and `intercept_sdpa`."""
 
+import contextlib
+import functools
 import inspect
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -27,28 +29,30 @@ from fastattn.ops.check import ARGUMENT_ERRORS, new_seed
 pytestmark = pytest.mark.torch_version
 
 
+@contextlib.contextmanager
+def activated():
+    activate_flash_attention_impl("fastattn")
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 @pytest.fixture
 def active():
-    activate_flash_attention_impl("fastattn")
-    yield
-    handle.remove()
+    with activated():
+        yield
 
 
-@pytest.fixture(params=["registry", "intercept"])
+@pytest.fixture(params=[activated, fastattn.intercept_sdpa], ids=["registry", "intercept"])
 def served(request):
     """Return a function that calls its argument while fastattn serves torch's attention."""
 
     def served(call):
-        if request.param == "intercept":
-            with fastattn.intercept_sdpa():
-                return call()
-        activate_flash_attention_impl("fastattn")
-        try:
+        with request.param():
             return call()
-        finally:
-            handle.remove()
 
-    served.kind = request.param
+    served.by = request.param
     return served
 
 
@@ -80,8 +84,8 @@ CALLS = {
     "plain": lambda: (operands(2, 3, 7), {}),
     "causal": lambda: (operands(2, 3, 7), {"is_causal": True}),
     "scale": lambda: (operands(2, 3, 7), {"scale": 0.3}),
-    "boolean mask": lambda: (operands(2, 3, 7), {"attn_mask": torch.rand(7, 11) > 0.3}),
-    "float mask": lambda: (operands(2, 3, 7), {"attn_mask": torch.randn(2, 1, 7, 11)}),
+    "boolean mask": lambda: ((*operands(2, 3, 7), torch.rand(7, 11) > 0.3), {}),
+    "float mask": lambda: ((*operands(2, 3, 7), torch.randn(2, 1, 7, 11)), {}),
     "grouped heads": lambda: (operands(2, 4, 7, kv_heads=2), {"enable_gqa": True}),
     "sizes of heads": lambda: (operands(2, 3, 7, value_size=5), {}),
     "no batch": lambda: (operands(3, 7), {}),
@@ -94,12 +98,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(active, name):
     tensors, options = CALLS[name]()
-    mask = options.pop("attn_mask", None)
-    tensors = tensors if mask is None else (*tensors, mask)
-
-    def call(*tensors):
-        return sdpa(*tensors, **options)
-
+    call = functools.partial(sdpa, **options)
     assert ops(call, *tensors) == [OURS]
     (out,), grads = gradients(call, tensors)
     handle.remove()
@@ -111,32 +110,18 @@ def test_values_and_gradients(active, name):
         assert_accurate(found, wanted, torchs)
 
 
-# Dropout
-
-SHAPE, P = (2, 3, 9, 9), 0.4
-
-
-def dropped(sdpa=sdpa):
-    """Return which weights are kept, (2, 3, 9, 9), bool, after a fixed seed of torch. The values are the unit
-    matrix."""
-    q, k = (torch.ones((*SHAPE[:3], 8)) for _ in range(2))
-    torch.manual_seed(5)
-    return sdpa(q, k, torch.eye(9).expand(SHAPE), dropout_p=P) != 0
-
-
-@pytest.fixture
-def mask():
-    """Return the weights kept by the first seed that is drawn after `dropped` has set torch's seed."""
-    torch.manual_seed(5)
-    return fastattn.dropout_mask(SHAPE, P, new_seed(torch.empty(0)))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_dropout_is_the_formulas(served, mask, context, compiled):
+def test_dropout_is_the_formulas(served, context, compiled):
+    """The weights that are kept, which values of the unit matrix show, are those of the seed drawn from torch's
+    generator."""
     function = torch.compile(sdpa, backend="aot_eager", fullgraph=True) if compiled else sdpa
+    tensors = torch.ones(2, 3, 9, 8), torch.ones(2, 3, 9, 8), torch.eye(9).expand(2, 3, 9, 9)
+    torch.manual_seed(5)
+    kept = fastattn.dropout_mask((2, 3, 9, 9), 0.4, new_seed(torch.empty(0)))
+    torch.manual_seed(5)
     with context():
-        assert torch.equal(served(lambda: dropped(function)), mask)
+        assert torch.equal(served(lambda: function(*tensors, dropout_p=0.4)) != 0, kept)
 
 
 # Torch's machinery
@@ -418,7 +403,8 @@ def test_multi_head_attention(served, training):
         return module(x, x, x, need_weights=False)[0]
 
     with torch.set_grad_enabled(training):
-        wanted = OURS if training or served.kind == "intercept" else "aten._native_multi_head_attention.default"
+        is_ours = training or served.by is fastattn.intercept_sdpa
+        wanted = OURS if is_ours else "aten._native_multi_head_attention.default"
         assert served(lambda: ops(call)) == [wanted]
         torch.testing.assert_close(served(call), call())
 
