@@ -6,9 +6,7 @@ from fastattn.integrations.patching import known
 from public_models import annotated, jadore, notebook
 
 KNOWN = {
-    "jadore801120": [
-        jadore.ScaledDotProductAttention, jadore.MultiHeadAttention, jadore.PositionwiseFeedForward,
-    ],
+    "jadore801120": [jadore.ScaledDotProductAttention, jadore.MultiHeadAttention, jadore.PositionwiseFeedForward],
     "the Annotated Transformer": [annotated.attention, annotated.MultiHeadedAttention, annotated.LayerNorm],
     "the notebook": [
         notebook.scaled_dot_product_attention, notebook.AttentionHead, notebook.MultiHeadAttention, notebook.Residual,

@@ -26,13 +26,13 @@ def attention(query, key, value, mask=None, dropout=None):
 
 
 class MultiHeadedAttention(nn.Module):
-    def __init__(self, h, d_model, dropout=0.1):
+    def __init__(self, h, d_model):
         super().__init__()
         self.d_k = d_model // h
         self.h = h
         self.linears = clones(nn.Linear(d_model, d_model), 4)
         self.attn = None
-        self.dropout = nn.Dropout(p=dropout)
+        self.dropout = nn.Dropout(p=0.1)
 
     def forward(self, query, key, value, mask=None):
         if mask is not None:
@@ -47,11 +47,11 @@ class MultiHeadedAttention(nn.Module):
 
 
 class PositionwiseFeedForward(nn.Module):
-    def __init__(self, d_model, d_ff, dropout=0.1):
+    def __init__(self, d_model, d_ff):
         super().__init__()
         self.w_1 = nn.Linear(d_model, d_ff)
         self.w_2 = nn.Linear(d_ff, d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
         return self.w_2(self.dropout(F.relu(self.w_1(x))))
@@ -70,22 +70,20 @@ class LayerNorm(nn.Module):
 
 
 class SublayerConnection(nn.Module):
-    def __init__(self, size, dropout):
+    def __init__(self, size):
         super().__init__()
         self.norm = LayerNorm(size)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x, sublayer):
         return x + self.dropout(sublayer(self.norm(x)))
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, size, self_attn, feed_forward, dropout):
+    def __init__(self, size, self_attn, feed_forward):
         super().__init__()
-        self.self_attn = self_attn
-        self.feed_forward = feed_forward
-        self.sublayer = clones(SublayerConnection(size, dropout), 2)
-        self.size = size
+        self.size, self.self_attn, self.feed_forward = size, self_attn, feed_forward
+        self.sublayer = clones(SublayerConnection(size), 2)
 
     def forward(self, x, mask):
         x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask))
@@ -93,13 +91,10 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, size, self_attn, src_attn, feed_forward, dropout):
+    def __init__(self, size, self_attn, src_attn, feed_forward):
         super().__init__()
-        self.size = size
-        self.self_attn = self_attn
-        self.src_attn = src_attn
-        self.feed_forward = feed_forward
-        self.sublayer = clones(SublayerConnection(size, dropout), 3)
+        self.size, self.self_attn, self.src_attn, self.feed_forward = size, self_attn, src_attn, feed_forward
+        self.sublayer = clones(SublayerConnection(size), 3)
 
     def forward(self, x, memory, src_mask, tgt_mask):
         x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, tgt_mask))
@@ -132,12 +127,11 @@ class Embeddings(nn.Module):
 
 
 class PositionalEncoding(nn.Module):
-    def __init__(self, d_model, dropout, max_len=5000):
+    def __init__(self, d_model, max_len=5000):
         super().__init__()
-        self.dropout = nn.Dropout(p=dropout)
-        angles = torch.arange(max_len)[:, None] * torch.exp(
-            torch.arange(0, d_model, 2) * -(math.log(10000.0) / d_model)
-        )
+        self.dropout = nn.Dropout(p=0.1)
+        rates = torch.exp(torch.arange(0, d_model, 2) * -(math.log(10000.0) / d_model))
+        angles = torch.arange(max_len)[:, None] * rates
         self.register_buffer("pe", torch.stack((angles.sin(), angles.cos()), -1).flatten(1).unsqueeze(0))
 
     def forward(self, x):
@@ -147,10 +141,8 @@ class PositionalEncoding(nn.Module):
 class EncoderDecoder(nn.Module):
     def __init__(self, encoder, decoder, src_embed, tgt_embed, generator):
         super().__init__()
-        self.encoder = encoder
-        self.decoder = decoder
-        self.src_embed = src_embed
-        self.tgt_embed = tgt_embed
+        self.encoder, self.decoder = encoder, decoder
+        self.src_embed, self.tgt_embed = src_embed, tgt_embed
         self.generator = generator
 
     def forward(self, src, tgt, src_mask, tgt_mask):
@@ -158,14 +150,14 @@ class EncoderDecoder(nn.Module):
         return self.generator(self.decoder(self.tgt_embed(tgt), memory, src_mask, tgt_mask))
 
 
-def make_model(src_vocab, tgt_vocab, N=6, d_model=512, d_ff=2048, h=8, dropout=0.1):
-    attn = MultiHeadedAttention(h, d_model, dropout)
-    ff = PositionwiseFeedForward(d_model, d_ff, dropout)
-    position = PositionalEncoding(d_model, dropout)
+def make_model(src_vocab, tgt_vocab, N=6, d_model=512, d_ff=2048, h=8):
+    attn = MultiHeadedAttention(h, d_model)
+    ff = PositionwiseFeedForward(d_model, d_ff)
+    position = PositionalEncoding(d_model)
     c = copy.deepcopy
     model = EncoderDecoder(
-        Stack(EncoderLayer(d_model, c(attn), c(ff), dropout), N),
-        Stack(DecoderLayer(d_model, c(attn), c(attn), c(ff), dropout), N),
+        Stack(EncoderLayer(d_model, c(attn), c(ff)), N),
+        Stack(DecoderLayer(d_model, c(attn), c(attn), c(ff)), N),
         nn.Sequential(Embeddings(d_model, src_vocab), c(position)),
         nn.Sequential(Embeddings(d_model, tgt_vocab), c(position)),
         nn.Linear(d_model, tgt_vocab),

@@ -22,15 +22,15 @@ class ScaledDotProductAttention(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    def __init__(self, n_head, d_model, d_k, d_v, dropout=0.1):
+    def __init__(self, n_head, d_model, d_k, d_v):
         super().__init__()
         self.n_head, self.d_k, self.d_v = n_head, d_k, d_v
         self.w_qs = nn.Linear(d_model, n_head * d_k, bias=False)
         self.w_ks = nn.Linear(d_model, n_head * d_k, bias=False)
         self.w_vs = nn.Linear(d_model, n_head * d_v, bias=False)
         self.fc = nn.Linear(n_head * d_v, d_model, bias=False)
-        self.attention = ScaledDotProductAttention(temperature=d_k**0.5)  # its dropout stays at 0.1
-        self.dropout = nn.Dropout(dropout)
+        self.attention = ScaledDotProductAttention(temperature=d_k**0.5)
+        self.dropout = nn.Dropout(0.1)
         self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
 
     def forward(self, q, k, v, mask=None):
@@ -47,12 +47,12 @@ class MultiHeadAttention(nn.Module):
 
 
 class PositionwiseFeedForward(nn.Module):
-    def __init__(self, d_in, d_hid, dropout=0.1):
+    def __init__(self, d_in, d_hid):
         super().__init__()
         self.w_1 = nn.Linear(d_in, d_hid)
         self.w_2 = nn.Linear(d_hid, d_in)
         self.layer_norm = nn.LayerNorm(d_in, eps=1e-6)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
         out = self.dropout(self.w_2(F.relu(self.w_1(x))))
@@ -73,10 +73,10 @@ class PositionalEncoding(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, d_model, d_inner, n_head, d_k, d_v, dropout=0.1):
+    def __init__(self, d_model, d_inner, n_head, d_k, d_v):
         super().__init__()
-        self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, dropout=dropout)
-        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, dropout=dropout)
+        self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v)
+        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner)
 
     def forward(self, enc_input, slf_attn_mask=None):
         out, attn = self.slf_attn(enc_input, enc_input, enc_input, mask=slf_attn_mask)
@@ -84,11 +84,11 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, d_model, d_inner, n_head, d_k, d_v, dropout=0.1):
+    def __init__(self, d_model, d_inner, n_head, d_k, d_v):
         super().__init__()
-        self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, dropout=dropout)
-        self.enc_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, dropout=dropout)
-        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, dropout=dropout)
+        self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v)
+        self.enc_attn = MultiHeadAttention(n_head, d_model, d_k, d_v)
+        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner)
 
     def forward(self, dec_input, enc_output, slf_attn_mask=None, dec_enc_attn_mask=None):
         out, own = self.slf_attn(dec_input, dec_input, dec_input, mask=slf_attn_mask)
@@ -99,18 +99,17 @@ class DecoderLayer(nn.Module):
 class Stack(nn.Module):
     """Common parts of the program's Encoder and Decoder, except the name of their embedding."""
 
-    def __init__(self, layer, d_word_vec, n_layers, n_head, d_k, d_v, d_model, d_inner, dropout=0.1, n_position=200):
+    def __init__(self, layer, d_word_vec, n_layers, n_head, d_k, d_v, d_model, d_inner):
         super().__init__()
-        self.position_enc = PositionalEncoding(d_word_vec, n_position=n_position)
-        self.dropout = nn.Dropout(p=dropout)
-        layers = (layer(d_model, d_inner, n_head, d_k, d_v, dropout=dropout) for _ in range(n_layers))
-        self.layer_stack = nn.ModuleList(layers)
+        self.position_enc = PositionalEncoding(d_word_vec)
+        self.dropout = nn.Dropout(p=0.1)
+        self.layer_stack = nn.ModuleList(layer(d_model, d_inner, n_head, d_k, d_v) for _ in range(n_layers))
         self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)  # never called
 
 
 class Encoder(Stack):
-    def __init__(self, vocab, pad_idx, *sizes, **others):
-        super().__init__(EncoderLayer, *sizes, **others)
+    def __init__(self, vocab, pad_idx, *sizes):
+        super().__init__(EncoderLayer, *sizes)
         self.src_word_emb = nn.Embedding(vocab, sizes[0], padding_idx=pad_idx)
 
     def forward(self, src_seq, src_mask):
@@ -121,8 +120,8 @@ class Encoder(Stack):
 
 
 class Decoder(Stack):
-    def __init__(self, vocab, pad_idx, *sizes, **others):
-        super().__init__(DecoderLayer, *sizes, **others)
+    def __init__(self, vocab, pad_idx, *sizes):
+        super().__init__(DecoderLayer, *sizes)
         self.trg_word_emb = nn.Embedding(vocab, sizes[0], padding_idx=pad_idx)
 
     def forward(self, trg_seq, trg_mask, enc_output, src_mask):
@@ -144,15 +143,13 @@ def get_subsequent_mask(seq):
 class Transformer(nn.Module):
     def __init__(
         self, n_src_vocab, n_trg_vocab, src_pad_idx, trg_pad_idx, d_word_vec=512, d_model=512, d_inner=2048, n_layers=6,
-        n_head=8, d_k=64, d_v=64, dropout=0.1, n_position=200, trg_emb_prj_weight_sharing=True,
-        emb_src_trg_weight_sharing=True,
+        n_head=8, d_k=64, d_v=64, trg_emb_prj_weight_sharing=True, emb_src_trg_weight_sharing=True,
     ):  # fmt: skip
         super().__init__()
         self.src_pad_idx, self.trg_pad_idx = src_pad_idx, trg_pad_idx
         sizes = d_word_vec, n_layers, n_head, d_k, d_v, d_model, d_inner
-        others = {"dropout": dropout, "n_position": n_position}
-        self.encoder = Encoder(n_src_vocab, src_pad_idx, *sizes, **others)
-        self.decoder = Decoder(n_trg_vocab, trg_pad_idx, *sizes, **others)
+        self.encoder = Encoder(n_src_vocab, src_pad_idx, *sizes)
+        self.decoder = Decoder(n_trg_vocab, trg_pad_idx, *sizes)
         self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:

@@ -18,12 +18,12 @@ def scaled_dot_product_attention(Q, K, V, temperature, dropout, mask=None):
 
 
 class AttentionHead(nn.Module):
-    def __init__(self, d_model, d_k, d_v, dropout=0.1):
+    def __init__(self, d_model, d_k, d_v):
         super().__init__()
         self.W_Q = nn.Linear(d_model, d_k, bias=False)
         self.W_K = nn.Linear(d_model, d_k, bias=False)
         self.W_V = nn.Linear(d_model, d_v, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.1)
         self.temperature = d_k**2
 
     def forward(self, Q, K, V, mask=None):
@@ -33,17 +33,17 @@ class AttentionHead(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    def __init__(self, h, d_model, d_k, d_v, dropout=0.1):
+    def __init__(self, h, d_model, d_k, d_v):
         super().__init__()
         self.W_O = nn.Linear(h * d_v, d_model, bias=False)
-        self.heads = nn.ModuleList(AttentionHead(d_model, d_k, d_v, dropout) for _ in range(h))
+        self.heads = nn.ModuleList(AttentionHead(d_model, d_k, d_v) for _ in range(h))
 
     def forward(self, Q, K, V, mask=None):
         return self.W_O(torch.cat([head(Q, K, V, mask) for head in self.heads], -1))
 
 
 class PositionwiseFeedForward(nn.Module):
-    def __init__(self, d_model=512, d_hidden=2048, dropout=0.1):
+    def __init__(self, d_model=512, d_hidden=2048):
         super().__init__()
         self.W1 = nn.Linear(d_model, d_hidden)
         self.W2 = nn.Linear(d_hidden, d_model)
@@ -77,23 +77,22 @@ class PositionalEncoding(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, h, d_model, attn_dropout=0.1, feed_forward_dropout=0.1):
+    def __init__(self, h, d_model):
         super().__init__()
-        size = d_model // h
-        self.attention = Residual(MultiHeadAttention(h, d_model, size, size, dropout=attn_dropout), d_model)
-        self.feed_forward = Residual(PositionwiseFeedForward(d_model, dropout=feed_forward_dropout), d_model)
+        self.attention = Residual(MultiHeadAttention(h, d_model, d_model // h, d_model // h), d_model)
+        self.feed_forward = Residual(PositionwiseFeedForward(d_model), d_model)
 
     def forward(self, x, mask=None):
         return self.feed_forward(self.attention(x, x, x, mask=mask))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, h, d_model, attn_dropout=0.1, feed_forward_dropout=0.1):
+    def __init__(self, h, d_model):
         super().__init__()
         sizes = h, d_model, d_model // h, d_model // h
-        self.self_attention = Residual(MultiHeadAttention(*sizes, dropout=attn_dropout), d_model)
-        self.encoder_decoder_attention = Residual(MultiHeadAttention(*sizes, dropout=attn_dropout), d_model)
-        self.feed_forward = Residual(PositionwiseFeedForward(d_model, dropout=feed_forward_dropout), d_model)
+        self.self_attention = Residual(MultiHeadAttention(*sizes), d_model)
+        self.encoder_decoder_attention = Residual(MultiHeadAttention(*sizes), d_model)
+        self.feed_forward = Residual(PositionwiseFeedForward(d_model), d_model)
 
     def forward(self, decoder_input, encoder_output, self_attn_mask=None):
         out = self.self_attention(decoder_input, decoder_input, decoder_input, mask=self_attn_mask)
@@ -103,11 +102,11 @@ class DecoderLayer(nn.Module):
 class Stack(nn.Module):
     """The program's Encoder and Decoder, which differ in their layers and in what they pass on."""
 
-    def __init__(self, layer, num_tokens, N, h, d_model, d_word_vec, attn_dropout, feed_forward_dropout, n_positions):
+    def __init__(self, layer, num_tokens, N, h, d_model, d_word_vec, n_positions):
         super().__init__()
         self.token_emb = nn.Embedding(num_tokens, d_word_vec)
         self.positional_enc = PositionalEncoding(n_positions)  # bug: d_model is meant
-        self.layers = nn.ModuleList(layer(h, d_model, attn_dropout, feed_forward_dropout) for _ in range(N))
+        self.layers = nn.ModuleList(layer(h, d_model) for _ in range(N))
 
     def forward(self, x, *encoded, **masks):
         x = self.positional_enc(self.token_emb(x)).to(self.token_emb.weight.dtype)  # the program has .float()
@@ -117,12 +116,9 @@ class Stack(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(
-        self, num_tokens_src, num_tokens_tgt, d_word_vec=512, N=6, h=8, d_model=512, attn_dropout=0.1,
-        feed_forward_dropout=0.1, n_positions=512,
-    ):  # fmt: skip
+    def __init__(self, num_tokens_src, num_tokens_tgt, d_word_vec=512, N=6, h=8, d_model=512, n_positions=512):
         super().__init__()
-        sizes = N, h, d_model, d_word_vec, attn_dropout, feed_forward_dropout, n_positions
+        sizes = N, h, d_model, d_word_vec, n_positions
         self.encoder = Stack(EncoderLayer, num_tokens_src, *sizes)
         self.decoder = Stack(DecoderLayer, num_tokens_tgt, *sizes)
         self.linear = nn.Linear(d_model, num_tokens_tgt)
