@@ -5,17 +5,18 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import sacrebleu
 import torch
+from conftest import refused
 from sacrebleu.metrics import bleu as sacrebleus
 from sacrebleu.tokenizers import tokenizer_spm
 from test_cli import failure, train_arguments
 
 import fastattn_command as cli
 from fastattn import Transformer, TransformerConfig
-from fastattn.errors import InputError
 from fastattn.translation import bleu, checkpoint
 from fastattn.translation.data import read_lines
 from fastattn.translation.evaluate import scores
@@ -84,32 +85,27 @@ def test_kanji_alone_do_not_make_japanese_chinese():
     assert bleu.writing(["ﾃﾚﾋﾞｦﾐﾙ"]) == "Japanese"
 
 
-@pytest.mark.parametrize("module", ["MeCab", "mecab_ko"])
-def test_what_a_tokenizer_needs_is_named(monkeypatch, module):
+@pytest.mark.parametrize(("script", "name", "extra"), [("Japanese", "ja-mecab", "ja"), ("Korean", "ko-mecab", "ko")])
+def test_what_a_tokenizer_needs_is_named(monkeypatch, script, name, extra):
     """The default becomes characters; a tokenizer that was requested is refused."""
-    script, name, extra = {"MeCab": ("Japanese", "ja-mecab", "ja"), "mecab_ko": ("Korean", "ko-mecab", "ko")}[module]
-    tokenizer = __import__(f"sacrebleu.tokenizers.tokenizer_{name.replace('-', '_')}", fromlist=["MeCab"])
-    monkeypatch.setattr(tokenizer, "MeCab", None)
+    monkeypatch.setattr(f"sacrebleu.tokenizers.tokenizer_{extra}_mecab.MeCab", None)
     found, (warning,) = bleu.choose([TEXT[script]])
     assert found == "char"
     assert warning == (
         f"BLEU is of the tokenizer char: sacrebleu's tokenizer {name} cannot be used; "
         f'install what it needs: pip install "sacrebleu[{extra}]"'
     )
-    with pytest.raises(InputError, match=f"sacrebleu's tokenizer {name} cannot be used; install"):
-        scores([TEXT[script]], [TEXT[script]], name)
+    message = f"sacrebleu's tokenizer {name} cannot be used; install"
+    refused(message, scores, [TEXT[script]], [TEXT[script]], name)
 
 
 def test_a_tokenizer_whose_model_cannot_be_fetched(monkeypatch, tmp_path):
-    def refuse(*_):
-        raise urllib.error.URLError("no route to host")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    error = urllib.error.URLError("no route to host")
+    monkeypatch.setattr(urllib.request, "urlopen", mock.Mock(side_effect=error))
     monkeypatch.setattr(tokenizer_spm, "SACREBLEU_DIR", str(tmp_path))
-    with pytest.raises(InputError, match=r"flores200 cannot be used; its model is fetched once, which failed .*route"):
-        scores(["a"], ["a"], "flores200")
-    with pytest.raises(InputError, match="sacrebleu has no tokenizer '13b'"):
-        scores(["a"], ["a"], "13b")
+    message = "flores200 cannot be used; its model is fetched once, which failed .*route"
+    refused(message, scores, ["a"], ["a"], "flores200")
+    refused("sacrebleu has no tokenizer '13b'", scores, ["a"], ["a"], "13b")
 
 
 @pytest.mark.parametrize(

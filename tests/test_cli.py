@@ -1,5 +1,6 @@
 """The `fastattn` command: its results, its messages for bad input, and resuming a killed run to the same bits."""
 
+import ast
 import errno
 import functools
 import gzip
@@ -13,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -81,7 +81,7 @@ def failure(arguments, capsys):
     return error
 
 
-def assert_failures(capsys, cases):
+def assert_failures(capsys, *cases):
     for message, *arguments in cases:
         assert message in failure(arguments, capsys)
 
@@ -181,7 +181,6 @@ def test_a_pipe_is_answered_line_by_line(run, ending):
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: 8 bytes"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     ],
-    ids=lambda error: type(error).__name__,
 )
 def test_too_little_memory_is_no_traceback(monkeypatch, capsys, error):
     monkeypatch.setitem(COMMANDS, "translate", mock.Mock(side_effect=error))
@@ -248,12 +247,10 @@ def test_pictures(run, pairs, tmp_path, capsys):
     layer = ["--attention-layer", "4"]
     assert_failures(
         capsys,
-        [
-            ("cannot draw heads.jpeg: expected a name that ends in .png or .svg", *arguments, "heads.jpeg"),
-            ("its folder does not exist", *arguments, "no/heads.png"),
-            ("the layer of the cross attention is 4, expected 1 to", *arguments, tmp_path / "heads.png", *layer),
-            (f"{tmp_path} holds no metrics.jsonl yet", "plot", tmp_path),
-        ],
+        ("cannot draw heads.jpeg: expected a name that ends in .png or .svg", *arguments, "heads.jpeg"),
+        ("its folder does not exist", *arguments, "no/heads.png"),
+        ("the layer of the cross attention is 4, expected 1 to", *arguments, tmp_path / "heads.png", *layer),
+        (f"{tmp_path} holds no metrics.jsonl yet", "plot", tmp_path),
     )
 
 
@@ -267,10 +264,8 @@ def test_info(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--vocab-size", "100000"], "a vocabulary of 100000 is larger than this text allows: it has "),
-        (["--vocab-size", "100000"], " pieces at most (--vocab-size "),
+        (["--vocab-size", "100000"], r"100000 is larger than this text allows: it has \d+ pieces at most \(--vocab-"),
         (["--vocab-size", str(10**12)], f"vocab_size is {10**12}, expected an integer from 1 to"),
-        (["--vocab-size", "5"], "a vocabulary of 5"),
         (["--vocab-size", "3"], "a vocabulary of 3 is too small: padding, begin, end and unknown alone are 4 pieces"),
         (["--vocab-size", "-1"], "argument --vocab-size: -1 is given, expected a positive number"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
@@ -278,16 +273,17 @@ def test_info(capsys):
         (["--max-minutes", "nan"], "argument --max-minutes: nan is given, expected a positive number"),
         (["--seed", "x"], "invalid int value: 'x'"),
         (["--seed", str(2**63)], "seed is 9223372036854775808, expected an integer of 64 bits"),
-        (["--resume"], "out does not exist: expected the folder of a run of `fastattn train`"),
     ],
 )
 def test_bad_training_options(pairs, tmp_path, capsys, options, message):
-    assert message in failure(train_arguments(pairs, tmp_path / "out", *options), capsys)
+    assert re.search(message, failure(train_arguments(pairs, tmp_path / "out", *options), capsys))
     assert not (tmp_path / "out").exists()
 
 
 def test_three_lines_are_enough_to_train(tmp_path, capsys):
-    """The preset's vocabulary is lowered to what the text allows, with a notice that names the option."""
+    """The preset's vocabulary is lowered to what the text allows, with a notice that names the option. What an
+    interrupted start left is no run."""
+    (tmp_path / "run/.partial-step-00000000").mkdir(parents=True)
     files = [tmp_path / side for side in ("en", "es")]
     for path, text in zip(files, ("the king\nGod is good\nthe day\n", "el rey\nDios es bueno\nel día\n"), strict=True):
         path.write_text(text)
@@ -306,14 +302,12 @@ def test_an_existing_folder_is_left_alone(run, pairs, tmp_path, capsys):
     resume = train_arguments(pairs, run, "--resume")
     assert_failures(
         capsys,
-        [
-            ("exists already: name another folder", *train_arguments(pairs, run)),
-            ("exists already", *train_arguments(pairs, tmp_path / "file")),
-            ("the training text is not the one", *train_arguments(pairs[::-1], run, "--resume")),
-            ("vocab_size is 300 but the run to resume has 200: leave it out", *resume, "--vocab-size", "300"),
-            ("preset is 'base' but the run to resume has 'tiny'", *resume, "--preset", "base"),
-            ("seed is 2 but the run to resume has 1", *resume, "--seed", "2"),
-        ],
+        ("exists already: name another folder", *train_arguments(pairs, run)),
+        ("exists already", *train_arguments(pairs, tmp_path / "file")),
+        ("the training text is not the one", *train_arguments(pairs[::-1], run, "--resume")),
+        ("vocab_size is 300 but the run to resume has 200: leave it out", *resume, "--vocab-size", "300"),
+        ("preset is 'base' but the run to resume has 'tiny'", *resume, "--preset", "base"),
+        ("seed is 2 but the run to resume has 1", *resume, "--seed", "2"),
     )
     assert snapshot(run) == before
     assert (tmp_path / "file").read_text() == "mine"
@@ -344,15 +338,12 @@ def test_bad_models_and_search_options(run, pairs, tmp_path, capsys):
     evaluate, translate = ["evaluate", run, "--test", *pairs], ["translate", run, "--input", pairs[0]]
     assert_failures(
         capsys,
-        [
-            (f"{tmp_path} holds no checkpoint", "evaluate", tmp_path, "--test", *pairs),
-            (f"cannot read the checkpoint {broken}: model.safetensors", "evaluate", broken, "--test", *pairs),
-            ("top_p is 2", *evaluate, "--top-p", "2", "--output", output),
-            ("cannot read", "translate", run, "--input", tmp_path / "none", "--output", output),
-            ("length_penalty is nan", *translate, "--length-penalty", "nan"),
-            ("invalid choice: 'fp8'", *translate, "--precision", "fp8"),
-            ("n_best is 5, expected at most the beam, 4", *translate, "--n-best", "5"),
-        ],
+        (f"{tmp_path} holds no checkpoint", "evaluate", tmp_path, "--test", *pairs),
+        (f"cannot read the checkpoint {broken}: model.safetensors", "evaluate", broken, "--test", *pairs),
+        ("top_p is 2", *evaluate, "--top-p", "2", "--output", output),
+        ("length_penalty is nan", *translate, "--length-penalty", "nan"),
+        ("invalid choice: 'fp8'", *translate, "--precision", "fp8"),
+        ("n_best is 5, expected at most the beam, 4", *translate, "--n-best", "5"),
     )
     assert output.read_text() == "mine"
 
@@ -378,22 +369,18 @@ def test_a_folder_that_is_none_is_said_to_be(command, day, tmp_path, capsys, mon
 def test_no_file_is_written_over_what_is_read(run, pairs, tmp_path, capsys, monkeypatch):
     """A link to a file is that file. Nothing is translated before the refusal."""
     monkeypatch.setattr(checkpoint, "load", None)
-    files = [
-        shutil.copy(path, tmp_path / f"{side}.png") for path, side in zip(pairs, ("source", "target"), strict=True)
-    ]
+    files = [shutil.copy(path, tmp_path / f"{path.name}.png") for path in pairs]
     before, link = snapshot(tmp_path), tmp_path / "link.png"
     link.symlink_to(files[0])
     translate, evaluate = ["translate", run, "--input", files[0]], ["evaluate", run, "--test", *files]
     said = "it is also read: name another file"
     assert_failures(
         capsys,
-        [
-            (f"cannot write {files[0]}: {said}", *translate, "--output", files[0]),
-            (f"cannot write {link}: {said}", *translate, "--output", link),
-            (f"cannot write {files[0]}: {said}", *translate, "--attention", files[0]),
-            (f"cannot write {files[1]}: {said}", *evaluate, "--output", files[1]),
-            ("the translations go there too", *translate, "--output", "new.png", "--attention", "new.png"),
-        ],
+        (f"cannot write {files[0]}: {said}", *translate, "--output", files[0]),
+        (f"cannot write {link}: {said}", *translate, "--output", link),
+        (f"cannot write {files[0]}: {said}", *translate, "--attention", files[0]),
+        (f"cannot write {files[1]}: {said}", *evaluate, "--output", files[1]),
+        ("the translations go there too", *translate, "--output", "new.png", "--attention", "new.png"),
     )
     link.unlink()
     assert snapshot(tmp_path) == before
@@ -431,7 +418,6 @@ def test_a_full_disk(run, pairs, capsys):
         ("torch.save", RuntimeError("unexpected pos 704 vs 598\nframe #0"), "training.pt: unexpected pos 704 vs 598"),
         ("pathlib.Path.mkdir", OSError(errno.EDQUOT, "Disk quota exceeded"), "step-00000001: Disk quota exceeded"),
     ],
-    ids=["weights", "training", "folder"],
 )
 def test_a_disk_that_fills_up_in_a_run(started, pairs, capsys, monkeypatch, target, error, message):
     """A checkpoint that does not fit leaves nothing behind, and the earlier checkpoints stay."""
@@ -466,12 +452,14 @@ def test_a_folder_that_may_not_be_written(run, pairs, tmp_path, capsys, monkeypa
         assert f"cannot write {tmp_path / 'file.png'}: permission denied" in failure(arguments, capsys)
 
 
-@pytest.mark.parametrize(("stream", "lines"), [("stdout", (0, 1)), ("stderr", (1, 0))])
+@pytest.mark.parametrize(("stream", "lines"), [("stdout", (0, 1, 1)), ("stderr", (1, 0, 0))])
 def test_closed_outputs(run, day, capfd, monkeypatch, stream, lines):
-    """If a stream is closed (`>&-`), its text is lost and does not appear on the other one."""
+    """If a stream is closed (`>&-`), its text is lost and does not appear on the other one. The text on stderr says
+    that the model was never trained."""
     monkeypatch.setattr(sys, stream, None)
-    run_command("translate", run / "step-00000000", "--input", day, "--beam", "1")  # untrained, which it says
-    assert tuple(text.count("\n") for text in capfd.readouterr()) == lines
+    run_command("translate", run / "step-00000000", "--input", day, "--beam", "1")
+    out, err = capfd.readouterr()
+    assert (out.count("\n"), err.count("has not been trained yet"), err.count("\n")) == lines
 
 
 def test_closed_input(run, capsys, monkeypatch):
@@ -542,17 +530,6 @@ def test_the_demo_keeps_its_budget_and_says_where_ctrl_c_left_it(monkeypatch, tm
     assert failure(["demo", "--out", out], capsys) == f"fastattn demo: error: {out} exists already: name another folder"
 
 
-def test_what_an_interrupted_start_left_is_no_run(pairs, tmp_path):
-    (tmp_path / "out/.partial-step-00000000").mkdir(parents=True)
-    run_command(*train_arguments(pairs, tmp_path / "out", "--max-steps", "1"))
-
-
-def test_a_model_that_was_never_trained_says_so(run, day, tmp_path, capsys):
-    for step, warned in ((0, True), (2, False)):
-        run_command("translate", run / f"step-{step:08d}", "--input", day, "--beam", "1", "--output", tmp_path / "out")
-        assert ("has not been trained yet" in capsys.readouterr().err) is warned
-
-
 def test_a_run_stopped_before_its_first_update_resumes(run, pairs, started):
     run_command(*train_arguments(pairs, started, "--max-steps", "2", "--resume"))
     found, wanted = (folder / "step-00000002/model.safetensors" for folder in (started, run))
@@ -589,26 +566,6 @@ def test_the_bar_knows_the_limit_in_time(pairs, tmp_path, monkeypatch):
     assert "100%|" in screen.getvalue()
 
 
-def without_the_package(*arguments):
-    """Run the command where nothing of the package can be imported.
-
-    Return (exit status, stdout, stderr, seconds of processor time)."""
-    program = """
-        import os, sys, time
-        sys.modules["torch"] = sys.modules["fastattn"] = None
-        import fastattn_command
-        try:
-            fastattn_command.main(sys.argv[1:])
-        finally:
-            print(time.process_time(), file=sys.stderr)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
-    root = Path(fastattn.__file__).parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    err, seconds = re.fullmatch(r"(?s)(.*?)([\d.]+)\n", done.stderr).groups()
-    return done.returncode, done.stdout, err, float(seconds)
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "answer"),
     [
@@ -634,9 +591,20 @@ def without_the_package(*arguments):
         ("translate --attention-layer 1", 2, "fastattn translate: error: argument --attention-layer: says what --att"),
     ],
 )
-def test_answers_that_need_no_torch(arguments, status, answer):
-    returned, out, err, seconds = without_the_package(*arguments.split())
-    assert (returned, (out + err)[: len(answer)]) == (status, answer)
+def test_answers_that_need_no_torch(arguments, status, answer, python):
+    """The command answers where nothing of the package can be imported, in 0.3 s of a processor."""
+    program = f"""
+        import contextlib, io, sys, time
+        sys.modules["torch"] = sys.modules["fastattn"] = None
+        import fastattn_command
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+                fastattn_command.main({arguments.split()})
+        except SystemExit as exit_:
+            print([exit_.code, time.process_time(), said.getvalue()])
+    """
+    returned, seconds, said = ast.literal_eval(python(program))
+    assert (returned, said[: len(answer)]) == (status, answer)
     assert seconds < 0.3
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import refused
+from conftest import refused, this_torch
 from launched import Launch
 from test_cli import assert_same_run, failure, finish, step_of, train_arguments, until
 from test_training import small_model, text, verses  # noqa: F401 (fixtures)
@@ -50,9 +50,8 @@ def changed(config, tmp_path):
     def changed(**fields):
         content = json.loads(config.read_text())
         content["training"] |= fields
-        path = tmp_path / "changed.json"
-        path.write_text(json.dumps(content))
-        return path
+        (tmp_path / "changed.json").write_text(json.dumps(content))
+        return tmp_path / "changed.json"
 
     return changed
 
@@ -244,9 +243,7 @@ def test_one_process_writes_a_run(tmp_path, capsys, pairs):
 
 @pytest.mark.slow
 @pytest.mark.torch_version
-@pytest.mark.parametrize(
-    "shard", [pytest.param([], marks=pytest.mark.this_torch, id="whole"), pytest.param(["--shard"], id="sharded")]
-)
+@pytest.mark.parametrize("shard", [*this_torch([]), ["--shard"]], ids=str)
 def test_processes_train_as_one(trained, config, tmp_path, shard):
     """Two processes, in two parts each, train as one in four parts: moments and metrics agree, with dropout.
 

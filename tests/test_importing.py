@@ -71,20 +71,28 @@ def word_files(name, folder, tied=False):
 CASES = [("jadore", False), ("jadore", True), ("annotated", False)]
 
 
+@pytest.fixture(params=CASES, ids=str)
+def imported(request, tmp_path):
+    """Return the model and the tokenizer that the command has imported, the program's name, the words of its target,
+    and its logits as a function of ids."""
+    name, tied = request.param
+    logits = program(name, tmp_path / "model", tied)
+    files, out = map(str, word_files(name, tmp_path, tied)), tmp_path / "imported"
+    assert cli.main(["import", str(tmp_path / "model"), str(out), "--words", *files, "--heads", "4"]) == 0
+    assert checkpoint.updates(out) is None
+    return *checkpoint.load(out), name, SOURCE[name] if tied else TARGET[name], logits
+
+
 def source_ids(name, words):
     return [SOURCE[name].index(word if word in SOURCE[name] else "<unk>") for word in [*words, "</s>"]]
 
 
-@pytest.mark.parametrize(("name", "tied"), CASES)
 @torch.no_grad()
-def test_logits(tmp_path, name, tied):
+def test_logits(imported):
     """Logits of a teacher-forced batch of one are the program's, for the words of the target side. Other words are
     never produced."""
-    logits = program(name, tmp_path / "model", tied)
-    model, tokenizer = import_model(tmp_path / "model", *word_files(name, tmp_path, tied), heads=4)
-    assert model.config.tying == ("all" if tied else "none")
-    assert not model.training
-    target = SOURCE[name] if tied else TARGET[name]
+    model, tokenizer, name, target, logits = imported
+    assert model.config.tying == ("all" if target == SOURCE[name] else "none")
     pieces = [piece.removeprefix("▁") for piece in tokenizer.pieces(list(range(tokenizer.vocab_size)))]
     ours = [pieces.index({"<blank>": "<pad>"}.get(word, word)) for word in target]
     others = sorted(set(range(len(pieces))) - set(ours))
@@ -97,17 +105,10 @@ def test_logits(tmp_path, name, tied):
         assert (found[:, others] < -1e8).all()
 
 
-@pytest.mark.parametrize(("name", "tied"), CASES)
 @torch.no_grad()
-def test_translations(tmp_path, name, tied, capsys):
-    """The command imports the model, and the folder that it writes translates greedily as the program does."""
-    logits = program(name, tmp_path / "model", tied)
-    files = [str(path) for path in word_files(name, tmp_path, tied)]
-    out = tmp_path / "imported"
-    assert cli.main(["import", str(tmp_path / "model"), str(out), "--words", *files, "--heads", "4"]) == 0
-    model, tokenizer = checkpoint.load(out)
-    assert checkpoint.updates(out) is None
-    target = SOURCE[name] if tied else TARGET[name]
+def test_translations(imported):
+    """The folder that the command writes translates greedily as the program does."""
+    model, tokenizer, name, target, logits = imported
     never = [target.index("<blank>"), target.index("<s>")]
     wanted = []
     for words in SENTENCES:
@@ -148,6 +149,7 @@ AROUND = {
     "as the program": lambda weights: weights,
     "state_dict": lambda weights: {"state_dict": weights, "epoch": 3, "optimizer_states": [{"state": {0: {}}}]},
     "nested": lambda weights: {"checkpoint": {"model": {"state_dict": weights}}, "step": torch.tensor(3)},
+    "in float64": lambda weights: {name: tensor.double() for name, tensor in weights.items()},
 }
 
 
@@ -168,12 +170,15 @@ class Bare(torch.nn.Module):
 @pytest.mark.parametrize(("wrapper", "name"), in_turn(WRAPPERS, ["jadore", "annotated"]))
 def test_a_wrapped_checkpoint_is_the_one_inside(tmp_path, name, wrapper):
     """A wrapped checkpoint gives the model inside, under the names of torch's own wrappers and in nested
-    dictionaries."""
+    dictionaries. Weights become float32."""
     program(name, tmp_path / "model")
     files = word_files(name, tmp_path)
     wanted, tokenizer = import_model(tmp_path / "model", *files, heads=4)
+    assert not wanted.training
     saved = torch.load(tmp_path / "model", weights_only=False)
     weights = saved["model"] if name == "jadore" else saved
+    if name == "jadore":
+        saved["settings"] = vars(saved["settings"])  # a dictionary is as good as the program's Namespace
     wrapped = WRAPPERS[wrapper](Bare(weights)).state_dict()
     assert wrapped.keys() != weights.keys()
     for around in AROUND.values():
@@ -181,51 +186,21 @@ def test_a_wrapped_checkpoint_is_the_one_inside(tmp_path, name, wrapper):
         torch.save({**saved, "model": inside} if name == "jadore" else inside, tmp_path / "wrapped")
         found, same = import_model(tmp_path / "wrapped", *files, heads=4)
         assert (found.config, same.model) == (wanted.config, tokenizer.model)
+        assert {parameter.dtype for parameter in found.parameters()} == {torch.float32}
         assert all(map(torch.equal, found.parameters(), wanted.parameters()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_become_float32(tmp_path, dtype):
-    program("annotated", path := tmp_path / "model")
-    weights = {name: tensor.to(dtype) for name, tensor in torch.load(path).items()}
-    models = []
-    for given in (weights, {name: tensor.float() for name, tensor in weights.items()}):
-        torch.save(given, path)
-        models.append(import_model(path, *word_files("annotated", tmp_path))[0])
-    found, wanted = (list(model.parameters()) for model in models)
-    assert all(parameter.dtype == torch.float32 for parameter in found)
-    assert all(map(torch.equal, found, wanted))
-
-
-def test_several_models_in_a_file(tmp_path, capsys):
-    """If a file holds a trained model and its moving average, the user must say which one is meant."""
-    program("annotated", path := tmp_path / "model")
-    weights = torch.load(path)
-    averaged = {f"module.{name}": tensor for name, tensor in weights.items()}
-    for saved, places in (
-        ({"state_dict": weights, "ema": averaged}, "state_dict, ema.module"),
-        ({**weights, **averaged, "n_averaged": torch.tensor(3)}, "the top level, module"),
-    ):
-        torch.save(saved, path)
-        message = failure(["import", path, tmp_path / "out", "--words", *word_files("annotated", tmp_path)], capsys)
-        assert message.endswith(f"{path} holds 2 models, at {places}: save the one to import alone")
-
-
-def test_weights_without_their_settings(tmp_path, capsys):
-    program("jadore", path := tmp_path / "model")
-    words = word_files("jadore", tmp_path)
-    saved = torch.load(path, weights_only=False)
-    torch.save({"state_dict": saved["model"]}, path)
-    message = failure(["import", path, tmp_path / "out", "--words", *words], capsys)
-    assert "without its settings: expected the program's dictionary of" in message
-    torch.save({"model": saved["model"], "settings": vars(saved["settings"])}, path)
-    assert import_model(path, *words)[0].config.num_heads == 3
+    halved = {name: tensor.bfloat16() for name, tensor in wrapped.items()}
+    torch.save({**saved, "model": halved} if name == "jadore" else halved, tmp_path / "wrapped")
+    found, _ = import_model(tmp_path / "wrapped", *files, heads=4)
+    for got, expected in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=2**-8, atol=0)
 
 
 NO_FILES = ["hello", "no file", "k", "\x80", "(dp0\n"]  # torch's unpickler raises another error for each
 
 
 def test_what_is_not_imported(tmp_path, capsys):
+    """What is refused by name. If a file holds two models, the message says that the user must choose."""
+
     def saved(name, content):
         path = tmp_path / name
         path.write_text(content, encoding="utf-8") if isinstance(content, str) else torch.save(content, path)
@@ -238,7 +213,12 @@ def test_what_is_not_imported(tmp_path, capsys):
     files = source, target = word_files("jadore", folder)
     spaced = source.read_text(encoding="utf-8").replace("three", "three four")
     later = torch.load(path, weights_only=False)
+    bare = {"state_dict": dict(later["model"])}
     later["model"]["encoder.layer_norm.weight"] = torch.full((24,), 1.5)
+    weights = torch.load(other)
+    averaged = {f"module.{name}": tensor for name, tensor in weights.items()}
+    two, both = {"state_dict": weights, "ema": averaged}, {**weights, **averaged, "n_averaged": torch.tensor(3)}
+    alone = ": save the one to import alone"
     for model, words, message in (
         (path, [source, source], "source.txt has 9 words but"),
         (path, [source, saved("bare", "one\ntwo\n")], "bare lacks <blank> or <pad>: expected all pieces of the pro"),
@@ -247,6 +227,9 @@ def test_what_is_not_imported(tmp_path, capsys):
         (tmp_path / "none", files, f"cannot read {tmp_path / 'none'}: No such file"),
         *((saved(repr(text), text), files, "it is no file of torch.save") for text in NO_FILES),
         (saved("later", later), files, "the model normalises the embeddings of its encoder, as later versions"),
+        (saved("bare state", bare), files, "without its settings: expected the program's dictionary of"),
+        (saved("two", two), others, f"two holds 2 models, at state_dict, ema.module{alone}"),
+        (saved("both", both), others, f"both holds 2 models, at the top level, module{alone}"),
         (saved("weights", {"weights": torch.ones(3)}), files, "is of neither program"),
         (other, [*others, "--heads", "7"], "num_heads is 7, expected a divisor of d_model=24"),
     ):

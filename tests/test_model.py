@@ -11,6 +11,7 @@ import torch
 from conftest import refused
 from observers import Counted, Lora, count_reads
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
@@ -27,6 +28,7 @@ VARIANTS = {
     "pre-norm": dataclasses.replace(SMALL, norm_first=True),
     "free heads": dataclasses.replace(SMALL, head_dim=7, value_head_dim=5),
     "window": dataclasses.replace(SMALL, window_size=(2, 1)),
+    "own place": dataclasses.replace(SMALL, window_size=(0, 0)),
     "learned": dataclasses.replace(SMALL, positions="learned", max_positions=24, attention_bias=True, output_bias=True),
     "untied": dataclasses.replace(SMALL, tying="none", scale_embeddings=False),
     "logits scaled": dataclasses.replace(SMALL, tying="output", scale_embeddings=False, scale_logits=True),
@@ -73,17 +75,6 @@ def test_a_target_position_sees_only_earlier_ones_and_every_source_position(mode
         assert not torch.allclose(model(changed(source, place), target), before, atol=1e-3)
 
 
-@torch.no_grad()
-def test_padding_changes_nothing(model):
-    source, target = batch()
-    together = model(source, target)
-    wider = model(F.pad(source, (0, 5)), F.pad(target, (0, 6)))
-    for row, (source_length, target_length) in enumerate(((9, 7), (4, 5))):
-        alone = model(source[row : row + 1, :source_length], target[row : row + 1, :target_length])
-        for logits in (together, wider):
-            close(logits[row, :target_length], alone[0])
-
-
 @pytest.mark.parametrize("lengths", [((9, 4), (7, 5)), ((40, 24, 0), (1, 2, 64)), ((1,), (1,))])
 def test_packed_sentences_have_the_features_and_gradients_of_padded_ones(model, lengths):
     """Features and gradients agree, filled up or not, also with an empty side. Rows that fill up have no gradient."""
@@ -95,7 +86,7 @@ def test_packed_sentences_have_the_features_and_gradients_of_padded_ones(model, 
         tokens = F.pad(unpadded(tokens, of_side), (0, rest))
         places = torch.tensor([place for length in of_side for place in range(length)] + [0] * rest)
         packed.append(Packed(tokens, places, torch.tensor([0, *of_side, rest]).cumsum(0), max(of_side)))
-    theirs = unpadded(model.features(*padded, *map(torch.tensor, lengths)), lengths[1])
+    theirs = unpadded(model.features(*padded), lengths[1])
     ours = model.packed_features(*packed)[: len(theirs)]
     close(ours, theirs)
     weights, parameters = torch.linspace(-1, 1, theirs.numel()).view_as(theirs), dict(model.named_parameters())
@@ -114,26 +105,16 @@ def unpadded(tensor, lengths):
 
 
 @torch.no_grad()
-def test_step_by_step_decoding_equals_full_decoding(model):
-    source, target = batch((9, 4, 6), (7, 7, 7))
-    state = model.begin(source)
-    parts = [model.step(token, state) for token in target.split(1, dim=1)]
-    assert state.position == 7
-    close(torch.cat(parts, dim=1), model.features(source, target, model.lengths(source)))
-
-
-@pytest.mark.parametrize("window_size", [(-1, -1), (2, 2), (0, 0)], ids=str)
-@torch.no_grad()
-def test_every_hypothesis_continues_its_own_past(window_size):
+def test_every_hypothesis_continues_its_own_past(model):
     """Hypotheses branch, die out and change places, and sentences leave. Each hypothesis has the features of its own
-    tokens decoded separately."""
-    model = Transformer(dataclasses.replace(SMALL, window_size=window_size)).eval()
+    tokens decoded at once."""
     source, _ = batch((9, 4, 6, 5), (7, 7, 7, 7))
     lengths = model.lengths(source)
     state, sentences, tokens = model.begin(source), torch.arange(4), torch.full((4, 1, 1), BOS_ID)
     generator = torch.Generator().manual_seed(3)
     for width, kept in ((1, [0, 1, 2, 3]), (3, [0, 1, 2, 3]), (5, [3, 1, 2]), (2, [2, 1]), (4, [1, 0]), (4, [1])):
         features = model.step(tokens[:, :, -1], state)
+        assert state.position == tokens.shape[-1]
         for found, sentence, past in zip(features, sentences, tokens, strict=True):
             full = model.features(source[sentence].expand(len(past), -1), past, lengths[sentence].expand(len(past)))
             close(found, full[:, -1])
@@ -314,9 +295,7 @@ def test_an_adapter_of_the_last_product_has_its_effect(model, smoothing):
 
 def test_a_wrapped_last_product(model):
     """A wrapper that hides its name in those of its parameters, as activation checkpointing has it."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model, grads = model.eval(), []
+    grads = []
     for wrap in (lambda module: module, checkpoint_wrapper):
         model.output = wrap(model.output)
         logits = model(*batch())
@@ -525,7 +504,6 @@ def test_a_copy_is_independent_and_a_state_dict_restores_it():
         ({"dropout": 1.0}, r"dropout is 1.0, expected a rate in \[0, 1\)"),
         ({"ffn_dropout": "0.1"}, "ffn_dropout is '0.1', expected a rate"),
         ({"norm_eps": 0}, "norm_eps is 0, expected a positive number"),
-        ({"norm_eps": math.inf}, "norm_eps is inf, expected a positive number"),
         ({"d_model": 10**30}, "d_model is 10*, expected an integer from 1 to"),
         ({"positions": "rotary"}, "positions is 'rotary', expected one of sinusoidal, learned"),
         ({"tying": "some"}, "tying is 'some', expected one of all, output, none"),
@@ -540,11 +518,6 @@ def test_a_bad_configuration_is_refused(changes, message):
     refused(message, dataclasses.replace, SMALL, **changes)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_configuration_survives_json(name):
-    assert TransformerConfig.from_json(VARIANTS[name].to_json()) == VARIANTS[name]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -554,6 +527,7 @@ def test_a_configuration_survives_json(name):
         ("[1]", "given list"),
         ('{"vocab_size": 8, "rotary": 1}', r"given \['rotary'\]"),
         ("{}", "needs vocab_size"),
+        (f'{{"vocab_size": 1{"0" * 5000}}}', "not valid JSON: Exceeds the limit|vocab_size is 1000"),
     ],
 )
 def test_bad_json_is_refused(text, message):

@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import random
+import shutil
 import signal
 import struct
 import sys
@@ -66,15 +67,6 @@ def tokenizer(verses):
 def text(verses):
     sources, targets, tokenizer = verses
     return data.ParallelText.encoded(tokenizer, sources, targets, "training")
-
-
-@pytest.fixture
-def written(verses, tmp_path):
-    """Return the files of the sentences' two sides."""
-    files = tmp_path / "en", tmp_path / "es"
-    for path, lines in zip(files, verses, strict=False):
-        path.write_text("\n".join(lines))
-    return files
 
 
 @pytest.fixture
@@ -139,27 +131,22 @@ def test_training_refuses_a_pipe_without_opening_it(tmp_path, piped):
     (tmp_path / "text").write_text("one\n")
     os.mkfifo(tmp_path / "pipe")
     files = [[tmp_path / "text", tmp_path / ("pipe" if side == piped else "text")] for side in range(2)]
-    refused("pipe is no regular file", train, *files, tmp_path / "run", preset="tiny", max_steps=1)
+    message = f"^{tmp_path / 'pipe'} is no regular file, and training reads its text again and again"
+    refused(message, train, *files, tmp_path / "run", preset="tiny", max_steps=1)
     assert not (tmp_path / "run").exists()
 
 
-def test_text_of_a_pipe_is_read_once(tmp_path):
-    """A text that is read again, as in training, may not be a pipe; a single read of a pipe works."""
+def test_text_that_is_read_once_may_be_a_pipe(tmp_path):
     (tmp_path / "text").write_text("one\n")
     reader, writer = os.pipe()
     with open(reader), open(writer, "w") as stream:
         stream.write("uno\n")
         stream.close()
-        files = tmp_path / "text", Path(f"/dev/fd/{reader}")
-        refused(f"^{files[1]} is no regular file, and training reads its text again and again", data.digest, *files)
-        assert data.read_parallel(*files) == (["one"], ["uno"])
+        assert data.read_parallel(tmp_path / "text", f"/dev/fd/{reader}") == (["one"], ["uno"])
 
 
 def test_tokenizer(verses):
     sources, targets, tokenizer = verses
-    assert tokenizer.vocab_size == 200
-    assert tokenizer.decode(tokenizer.encode(targets)) == targets
-    assert Tokenizer(tokenizer.model).encode(targets) == tokenizer.encode(targets)
     ids = tokenizer.encode(["God", ""])
     assert ids[1] == []
     assert tokenizer.decode([[BOS_ID, *ids[0], EOS_ID, PAD_ID]]) == ["God"]
@@ -245,25 +232,17 @@ def test_epochs_can_be_entered_anywhere(text):
         assert entered(3, epoch=start // count, skip=start % count) == whole[start : start + 3]
 
 
-def test_pairs_without_text_are_left_out(tokenizer):
-    sides = ["one", "", "three", "God " * 300], ["uno", "dos", " ", "Dios " * 300]
-    text = data.ParallelText.encoded(tokenizer, *sides, "validation")
-    assert (len(text.sources), text.left_out, text.first_left_out) == (1, 3, 2)
-    message = "no sentence pair of the validation text has two sides of 1 to 256 pieces"
-    refused(message, data.ParallelText.encoded, tokenizer, [""], ["dos"], "validation")
-
-
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_encoded_text_is_mapped(verses, text, tmp_path, monkeypatch, chunk):
     """Mapped files, packed or not, give the sentences and batches that memory gives. Pairs left out are counted."""
     (source, *sources), (target, *targets), tokenizer = verses
     monkeypatch.setattr("fastattn.translation.data.CHUNK", chunk)
     files, folder = (tmp_path / "en", tmp_path / "es.gz"), tmp_path / "text"
-    files[0].write_text("\n".join([source, "", *sources, "God " * 300]))
-    files[1].write_bytes(gzip.compress("\n".join([target, "x", *targets, "x"]).encode()))
+    files[0].write_text("\n".join([source, "", *sources, "God " * 300, "x"]))
+    files[1].write_bytes(gzip.compress("\n".join([target, "x", *targets, "x", " "]).encode()))
     data.encode(tokenizer, files, data.digest(*files), folder)
     mapped = data.ParallelText.mapped(folder)
-    assert (len(mapped.sources), mapped.left_out, mapped.first_left_out) == (300, 2, 2)
+    assert (len(mapped.sources), mapped.left_out, mapped.first_left_out) == (300, 3, 2)
     for wanted, found in zip(text.batches(600), mapped.batches(600), strict=True):
         assert torch.equal(wanted, found)
         torch.testing.assert_close(*(dataclasses.asdict(t.batch(found)) for t in (mapped, text)), rtol=0, atol=0)
@@ -297,10 +276,10 @@ def test_mapped_text_is_read_as_it_is_needed(tmp_path):
     assert resident() - before < 2**26
 
 
-def test_damaged_encoded_text(tokenizer, written, tmp_path):
+def test_damaged_encoded_text(tokenizer, pairs, tmp_path):
     folder = tmp_path / "text"
     tokens, offsets = folder / "source.tokens", folder / "target.offsets"
-    data.encode(tokenizer, written, data.digest(*written), folder)
+    data.encode(tokenizer, pairs, data.digest(*pairs), folder)
     whole = offsets.read_bytes()
     changes = (0, 1), (5, 2**40), (5, -1), (5, 0)
     damaged = [whole[: 8 * i] + struct.pack("<q", value) + whole[8 * i + 8 :] for i, value in changes]
@@ -312,22 +291,22 @@ def test_damaged_encoded_text(tokenizer, written, tmp_path):
     refused(f"source.* differ: remove {folder}", data.ParallelText.mapped, folder)
 
 
-def test_text_is_encoded_once_and_whole(verses, written, tmp_path):
+def test_text_is_encoded_once_and_whole(verses, pairs, tmp_path):
     sources, _, tokenizer = verses
-    folder, of_text = tmp_path / "text", data.digest(*written)
+    folder, names = tmp_path / "text", [tmp_path / path.name for path in pairs]
     with killed_in("os.fsync"):
-        data.encode(tokenizer, written, of_text, folder)
+        data.encode(tokenizer, pairs, data.digest(*pairs), folder)
     assert not folder.exists()
-    data.encode(tokenizer, written, of_text, folder)
+    for files in (pairs, pairs[::-1]):  # other text under the same names
+        for name, path in zip(names, files, strict=True):
+            shutil.copy(path, name)
+        data.encode(tokenizer, names, data.digest(*names), folder)
+    lengths = [len(ids) + 1 for ids in tokenizer.encode(data.read_lines(pairs[1]))]
+    assert data.ParallelText.mapped(folder).sources.lengths.tolist() == lengths
     with mock.patch.object(Tokenizer, "encode", side_effect=Killed):
-        data.encode(tokenizer, written, of_text, folder)
+        data.encode(tokenizer, pairs[::-1], data.digest(*pairs[::-1]), folder)  # the same text under other names
         with pytest.raises(Killed):
-            data.encode(Tokenizer.train(sources, 150), written, of_text, folder)
-    written[0].write_text("\n".join(sources[::-1]))
-    assert data.digest(*written) != of_text
-    data.encode(tokenizer, written, data.digest(*written), folder)
-    first = data.ParallelText.mapped(folder).sources.lengths_of(torch.tensor([299]))
-    assert first == len(tokenizer.encode(sources[:1])[0]) + 1
+            data.encode(Tokenizer.train(sources, 150), names, data.digest(*names), folder)
 
 
 # --- loss and schedule ---
@@ -473,32 +452,32 @@ class Made(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("most", [2**24, 2**26])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_loss_holds_the_logits_of_a_few_rows(dtype, most, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "most", "parts"),
+    [
+        (torch.float32, 2**24, [524] * 4 + [304]),
+        (torch.bfloat16, 2**24, [1048, 1048, 304]),
+        (torch.bfloat16, 2**26, [1200, 1200]),
+        (torch.float32, 2**26, [132, 131]),
+        (torch.float32, 2**26, [262]),
+    ],
+)
+def test_the_loss_holds_the_logits_of_a_few_rows(dtype, most, parts, monkeypatch):
     """No tensor holds logits of the vocabulary for all tokens: logits and softmax are computed for some rows at a
-    time."""
-    tokens, pieces = 2400, 8000
+    time. Logits of up to 8 MiB, here 262 rows of 32,000 bytes, are computed at once. Validation makes no gradients,
+    which saves a tensor of the weight's size."""
+    pieces = 8000
     monkeypatch.setattr("fastattn.translation.evaluate.LOGIT_BYTES", most)
-    features, weight = (torch.randn(rows, 32, requires_grad=True) for rows in (tokens, pieces))
-    labels = torch.randint(0, pieces, (tokens,))
+    features, weight = (torch.randn(rows, 32, requires_grad=True) for rows in (sum(parts), pieces))
+    labels = torch.randint(0, pieces, (sum(parts),))
     with Made(32 * pieces) as made, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)[0].backward()
-    rows = min(most // (pieces * dtype.itemsize), tokens // 2)
-    parts = [min(rows, tokens - first) for first in range(0, tokens, rows)]
-    assert made.most == 2 * rows * pieces <= tokens * pieces
+    assert made.most == 2 * parts[0] * pieces
     large = [size for size in made.sizes if size > made.large]
     assert large == [part * pieces for part in parts for _ in ("logits", "softmax")]
-
-
-@pytest.mark.parametrize(("tokens", "parts"), [(262, [262]), (263, [132, 131])])
-def test_few_logits_are_one_part(tokens, parts):
-    """Logits of up to 8 MiB, here 262 rows of 32,000 bytes, are computed at once."""
-    features, weight = (torch.randn(rows, 32) for rows in (tokens, 8000))
-    labels = torch.randint(0, 8000, (tokens,))
-    with Made(32 * 8000) as made:
+    with torch.no_grad(), Made() as validating:
         smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
-    assert [size for size in made.sizes if size > made.large] == [n * 8000 for n in parts for _ in range(2)]
+    assert [weight.numel() in run.sizes for run in (made, validating)] == [True, False]
 
 
 def test_smoothed_loss_waits_for_no_gpu():
@@ -562,11 +541,11 @@ def test_dropout_seeds_name_update_and_site():
 
 
 class PretendedGPU(TorchFunctionMode):
-    """CPU under the name of a GPU. It records how each tensor is copied there."""
+    """CPU under the name of a GPU. It counts the copies there, which must be asynchronous and from pinned memory."""
 
     def __init__(self):
         super().__init__()
-        self.pinned, self.sent = [], []
+        self.pinned, self.sent = [], 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -577,7 +556,9 @@ class PretendedGPU(TorchFunctionMode):
             return args[0]
         devices = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.device) and arg.type == "cuda"]
         if devices and function is torch.Tensor.to:
-            self.sent.append((args[0], kwargs))
+            assert kwargs == {"non_blocking": True}
+            assert any(args[0] is pinned for pinned in self.pinned)
+            self.sent += 1
             return args[0]
         if devices:
             assert function in (torch.zeros, torch.full), f"{function} copies to the GPU and waits"
@@ -594,10 +575,7 @@ def test_an_update_waits_for_no_gpu(text):
     with PretendedGPU() as gpu, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning that autocast finds no GPU
         trainer.update()
-    assert len(gpu.sent) == 2 * 9  # per micro-batch: seven tensors, its seeds and its counts
-    for tensor, options in gpu.sent:
-        assert options == {"non_blocking": True}
-        assert any(tensor is pinned for pinned in gpu.pinned)
+    assert gpu.sent == 2 * 9  # per micro-batch: seven tensors, its seeds and its counts
     assert data.sent(torch.ones(2), device).tolist() == [1, 1]
 
 
@@ -644,6 +622,17 @@ def test_training_with_a_hook_of_the_last_product(text, precision):
 def texts(found):
     """Return the texts of each sentence's translations."""
     return [[translation.text for translation in translations] for translations in found]
+
+
+@pytest.fixture
+def found(verses, model):
+    """Return a function that returns a search's translations of these of the verses."""
+
+    def found(order=range(4), **search):
+        lines = [verses[0][i] for i in order]
+        return candidates(model, verses[2], lines, Search(**{"extra_tokens": 9, **search}))
+
+    return found
 
 
 def every_hypothesis(model, source, length_penalty, longest):
@@ -700,33 +689,23 @@ def test_draws_follow_the_distribution(top_k, top_p, kept):
     torch.testing.assert_close(drawn.bincount(minlength=5) / count, wanted.float(), rtol=0, atol=2 / count)
 
 
-def test_samples_depend_on_seed_and_sentence_alone(verses, model):
-    def found(order, **changes):
-        lines = [verses[0][i] for i in order]
-        return candidates(
-            model, verses[2], lines, Search(temperature=1.0, n_best=3, extra_tokens=9, **{"seed": 5, **changes})
-        )
-
-    together = found(range(6))
+def test_samples_depend_on_seed_and_sentence_alone(found):
+    sampled = functools.partial(found, temperature=1.0, n_best=3, seed=5)
+    together = sampled(range(6))
     for translations in together:
         assert len({translation.text for translation in translations}) == 3
         scores = [translation.score for translation in translations]
         assert scores == sorted(scores, reverse=True)
-    assert texts(found(range(5, -1, -1), batch_size=2)[::-1]) == texts(together)
-    assert texts(found(range(6), seed=6)) != texts(together)
+    assert texts(sampled(range(5, -1, -1), batch_size=2)[::-1]) == texts(together)
+    assert texts(sampled(range(6), seed=6)) != texts(together)
 
 
-def test_a_sample_of_the_likeliest_is_greedy_and_its_score_is_the_models(verses, model):
-    def found(search):
-        return candidates(model, verses[2], verses[0][:4], search)
-
-    greedy, sampled = (
-        found(search) for search in (Search(beam=1, extra_tokens=9), Search(temperature=3.0, top_k=1, extra_tokens=9))
-    )
+def test_a_sample_of_the_likeliest_is_greedy_and_its_score_is_the_models(found):
+    greedy, sampled = found(beam=1), found(temperature=3.0, top_k=1)
     assert texts(sampled) == texts(greedy)
     assert [found[0].score for found in sampled] == pytest.approx([found[0].score for found in greedy], abs=1e-4)
     for temperature in (1e-30, 1e-46, 1e-300):  # float32 rounds the last two to 0
-        assert texts(found(Search(temperature=temperature, extra_tokens=9))) == texts(greedy)
+        assert texts(found(temperature=temperature)) == texts(greedy)
 
 
 @torch.no_grad()
@@ -750,14 +729,11 @@ def test_scores_of_confident_tokens_are_as_near_as_torchs(model):
                 assert (scores - wanted).norm() <= 1.5 * (peer - wanted).norm()
 
 
-def test_the_largest_draw_is_a_token(monkeypatch, verses, model):
+def test_the_largest_draw_is_a_token(monkeypatch, found):
     """The largest random number, 1 - 2**-53, draws a token, although float32 rounds it to 1."""
     monkeypatch.setattr("random.Random.random", lambda self: 1 - 2.0**-53)
-    likeliest, whole = (
-        candidates(model, verses[2], verses[0][:2], Search(temperature=1.0, top_k=top_k, extra_tokens=0))
-        for top_k in (2, 0)
-    )
-    assert all(found[0].score < 0 for found in (*likeliest, *whole))
+    likeliest, whole = (found(range(2), temperature=1.0, top_k=top_k, extra_tokens=0) for top_k in (2, 0))
+    assert all(translations[0].score < 0 for translations in (*likeliest, *whole))
     assert texts(whole) != texts(likeliest)
 
 
@@ -926,7 +902,6 @@ def test_an_int8_checkpoint(tmp_path, tokenizer, model):
         assert (actual != expected).any() == (expected.dim() > 1), name
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert (tmp_path / "small/model.safetensors").stat().st_size < 1.6 * parameters  # short rows: 32 and 64 elements
-    refused("exists already", checkpoint.save_int8, model, tokenizer, 5, tmp_path / "small")
 
 
 def test_the_average_of_checkpoints(tmp_path, save):
@@ -942,54 +917,36 @@ def test_the_average_of_checkpoints(tmp_path, save):
     assert checkpoint.updates(tmp_path / "mean") == 2
     for actual, *parts in zip(*(model.parameters() for model in (mean, *models[1:])), strict=True):
         assert torch.equal(actual, torch.stack(parts).double().mean(0).float())
-    for run, last, out, message in (
-        ("run", 0, "other", "last is 0, expected 1 to 2"),
-        ("run", 3, "other", "last is 3, expected 1 to 2"),
-        ("missing", 5, "other", "missing does not exist: expected the folder of a run"),
-        ("run", 1, "mean", "exists already"),
-    ):
-        refused(message, checkpoint.average, tmp_path / run, last, tmp_path / out)
+    for last in (0, 3):
+        refused(f"last is {last}, expected 1 to 2", checkpoint.average, tmp_path / "run", last, tmp_path / "other")
 
 
-@pytest.mark.parametrize("other", ["shape", "vocabulary"])
-def test_checkpoints_of_two_runs_have_no_average(tmp_path, save, verses, tokenizer, other):
-    save(tmp_path / "run", 1)
-    if other == "shape":
-        save(tmp_path / "run", 2, small_model(d_ff=96))
-    else:
-        save(tmp_path / "run", 2, tokenizer=Tokenizer.train(verses[0], 200))
-    message = "step-00000001 is of another run than step-00000002"
-    refused(message, checkpoint.average, tmp_path / "run", 2, tmp_path / "mean")
+def test_checkpoints_of_two_runs_have_no_average(tmp_path, save, verses):
+    others = {"shape": {"model": small_model(d_ff=96)}, "vocabulary": {"tokenizer": Tokenizer.train(verses[0], 200)}}
+    for name, other in others.items():
+        save(tmp_path / name, 1)
+        save(tmp_path / name, 2, **other)
+        message = "step-00000001 is of another run than step-00000002"
+        refused(message, checkpoint.average, tmp_path / name, 2, tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
 
 
-def test_an_older_best_is_not_averaged(tmp_path, save):
-    """The average takes checkpoints in a row. An older best does not count; one more between two, as Ctrl-C writes it,
-    does."""
+def test_which_checkpoints_are_kept_found_and_averaged(tmp_path, save):
+    """Pruning keeps the newest and the best. The average takes checkpoints in a row. An older best does not count; one
+    more between two, as Ctrl-C writes it, does."""
     run, training = tmp_path / "run", TrainingConfig(save_every=10, keep=3)
     for step in (0, 10, 20, 30, 40, 43, 50):
         saved = save(run, step, options=training)
         if step == 20:
             checkpoint.mark_best(saved)
         checkpoint.prune(run, training.keep)
-    assert [name[-2:] for name in names(checkpoint.steps(run))] == ["20", "40", "43", "50"]
+    assert names(checkpoint.steps(run)) == [f"step-000000{step}" for step in (20, 40, 43, 50)]
+    assert checkpoint.find(run).resolve().name == "step-00000020"
+    assert checkpoint.newest(run).name == "step-00000050"
+    assert checkpoint.find(run / "step-00000040").name == "step-00000040"
     message = "last is 4, expected 1 to 3: as many trained checkpoints in a row as"
     refused(message, checkpoint.average, run, 4, tmp_path / "mean")
     checkpoint.average(run, 3, tmp_path / "mean")
-
-
-def test_which_checkpoints_are_found_and_kept(tmp_path, save):
-    message = "holds no checkpoint: expected the folder of a run of `fastattn train`"
-    refused(message, checkpoint.find, tmp_path)
-    for step in range(1, 6):
-        saved = save(tmp_path, step)
-        if step == 2:
-            checkpoint.mark_best(saved)
-        checkpoint.prune(tmp_path, keep=2)
-    assert names(checkpoint.steps(tmp_path)) == [f"step-0000000{step}" for step in (2, 4, 5)]
-    assert checkpoint.find(tmp_path).resolve().name == "step-00000002"
-    assert checkpoint.newest(tmp_path).name == "step-00000005"
-    assert checkpoint.find(tmp_path / "step-00000004").name == "step-00000004"
 
 
 def test_a_copy_without_links_goes_on(tmp_path, save):
@@ -1140,7 +1097,6 @@ def test_held_out_loss(text, monkeypatch):
         tokens += len(labels)
     assert of_text["valid_loss"] == pytest.approx(nll / tokens, rel=1e-5)
     assert of_text["valid_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
-    assert 0 <= of_text["valid_accuracy"] <= 1
 
 
 def test_scores():
@@ -1182,13 +1138,11 @@ def test_attention_heads(verses, kind, model):
     weights = AttentionWeights()
     model(torch.tensor([[*ids, EOS_ID]]), torch.tensor([[BOS_ID, *begun]]), weights=weights)
     assert torch.equal(heads.weights, getattr(weights, kind)[0][0])
-    torch.testing.assert_close(heads.weights.sum(-1), torch.ones(4, len(heads.rows)))
 
 
-def test_a_layer_that_does_not_exist():
-    config = small_model().config
-    assert plots.check_layer(config, "decoder", None) == 1
-    refused("layer of the cross attention is 2, expected 1 to 1", plots.check_layer, config, "cross", 2)
+def test_a_kind_of_attention_that_does_not_exist():
+    config = dataclasses.replace(small_model().config, decoder_layers=3)
+    assert plots.check_layer(config, "decoder", None) == 3
     message = "unknown kind of attention 'self', expected one of encoder, decoder, cross"
     refused(message, plots.check_layer, config, "self", 1)
 
@@ -1276,13 +1230,10 @@ def test_ctrl_c_cuts_bleu_short(run, tmp_path, monkeypatch, name, saved, most):
     assert ("valid_loss" in row) == (tmp_path / "run/best").exists() == (name != "not due")
 
 
-def test_a_run_is_resumed_with_its_validation_text(pairs, run, tmp_path):
+def test_a_run_is_resumed_with_its_validation_text(pairs, run):
     run()
-    other = [tmp_path / path.name for path in pairs]
-    for path, of_run in zip(other, pairs, strict=True):
-        path.write_text("\n".join(data.read_lines(of_run)[:50]))
     message = r"the validation text is not the one that .*step-00000001 was scored on"
-    refused(message, run, valid=other, resume=True, max_steps=2)
+    refused(message, run, valid=pairs[::-1], resume=True, max_steps=2)
 
 
 def test_damaged_metrics(run, tmp_path):
@@ -1308,19 +1259,6 @@ def test_damaged_metrics(run, tmp_path):
 def test_a_run_that_cannot_go_on_says_why(run, tmp_path, changes, message, saved):
     refused(message, run, **changes)
     assert names(checkpoint.steps(tmp_path / "run")) == ["step-00000000"][:saved]
-
-
-def test_the_loss_makes_gradients_only_where_they_are_wanted():
-    """Validation makes no gradients, which saves a tensor of the weight's size."""
-    features, weight = torch.randn(8, 5), torch.randn(30, 5, requires_grad=True)
-    labels = torch.arange(8) + 4
-    with torch.no_grad(), Made() as made:
-        wanted = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
-    assert weight.numel() not in made.sizes
-    with Made() as made:
-        found = smoothed_loss(features, weight, None, labels, 0.1, PAD_ID)
-    assert weight.numel() in made.sizes
-    assert [value.item() for value in found] == [value.item() for value in wanted]
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", *slow("learned")])
