@@ -193,9 +193,7 @@ def is_tracers(kind: type) -> bool:
 
 def is_fake_outside_its_mode(tensor: Tensor) -> bool:
     """Return whether the tensor is fake, and only calls on it enter its mode: others make ordinary tensors."""
-    if _is_compiling() or not is_tracers(type(tensor)) or is_proxied():
-        return False
-    return torch._C._get_dispatch_mode(_FAKE) is None
+    return not _is_compiling() and is_tracers(type(tensor)) and torch._C._get_dispatch_mode(_FAKE) is None
 
 
 def composite(op: OpOverload) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from conftest import require
 from observers import Recorder
 from oracle import both_passes, visible
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
@@ -654,3 +655,14 @@ def test_fake_tensors_outside_of_their_mode(function):
     assert type(given[0].grad) is FakeTensor
     assert given[0].grad.shape == first.shape
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.torch_version
+def test_a_traced_fake_draws_its_seed_in_the_program():
+    """make_fx of real tensors takes fake ones too. The program draws, from the generator, as the call does."""
+    x = torch.randn(4, 8)
+    program = make_fx(lambda x: dropout(x, 0.5))(FakeTensorMode().from_tensor(x))
+    torch.manual_seed(3)
+    found = program(x)
+    torch.manual_seed(3)
+    assert torch.equal(found, dropout(x, 0.5))

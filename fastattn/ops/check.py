@@ -169,7 +169,7 @@ def new_seed(operand: Tensor) -> Tensor:
     Outside its mode a fake operand gets a fake seed.
     """
     if is_fake_outside_its_mode(operand):
-        return operand.new_empty(2, dtype=torch.int64)
+        return torch.randint_like(operand.new_empty(2, dtype=torch.int64), -(2**63), 2**63 - 1)
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=operand.device)
 
 
